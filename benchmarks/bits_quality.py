@@ -25,10 +25,11 @@ from lib.runs import label, quoted
 from torch import nn
 
 from proxsparse.allocations.budget import Layers, numel, packed_cost
-from proxsparse.data.calibration import calibration_batches, evaluation_tokens
-from proxsparse.data.sources import evaluation_text, load_texts, read_limit
+from proxsparse.data.batches import read_batches
+from proxsparse.data.calibration import evaluation_tokens
+from proxsparse.data.sources import evaluation_text
 from proxsparse.errors import InputError, run_command
-from proxsparse.evaluation.perplexity import perplexity, window_bos
+from proxsparse.evaluation.perplexity import perplexity
 from proxsparse.inference.packable import pattern_of
 from proxsparse.io.text_table import text_table
 from proxsparse.methods.gptq import quantize_layers_
@@ -114,9 +115,9 @@ def row_of(contender: contenders.Contender, bits: int, by_gptq: bool, args: argp
         form, source = pattern_name(patterns) + ", GPTQ" * by_gptq, args.calibrate if by_gptq else None
         size = round_pruned_(model, tokenizer, layers, patterns, bits, source)
     tokens = evaluation_tokens(evaluation_text(args.eval_data), tokenizer)
-    where, bos = window_bos(model, tokenizer)
     compute_dtype = choose_precision("auto", device)[1]
-    found = perplexity(model.to(device), tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype, bos=bos)
+    window = args.eval_seq_len, args.eval_max_windows
+    found = perplexity(model.to(device), tokenizer, tokens, *window, autocast_dtype=compute_dtype)
     print(f"{contender.name}, {bits} bits: {found.value:.2f}", file=sys.stderr)
     return common.provenance(device) | {
         "model": label(args.model),
@@ -129,7 +130,7 @@ def row_of(contender: contenders.Contender, bits: int, by_gptq: bool, args: argp
         "data": label(args.eval_data),
         "seq_len": args.eval_seq_len,
         "windows": found.windows,
-        "bos": where,
+        "bos": found.bos,
         "perplexity": found.value,
     }
 
@@ -159,8 +160,7 @@ def round_pruned_(
     """Rounds as `pack --bits` does for a model in bfloat16, with `source` as --calibrate; returns the bits a weight."""
     if source:
         pruned = {name: layers[name] for name in patterns}
-        texts = load_texts(source, "train", limit=read_limit(source))
-        batches = calibration_batches(texts, tokenizer, NUM_SAMPLES, SEQ_LEN)
+        batches, _ = read_batches(source, model, tokenizer, num_samples=NUM_SAMPLES, window=SEQ_LEN)
         dtypes = dict.fromkeys(pruned, torch.bfloat16)
         packed = quantize_layers_(model, pruned, batches, bits, dtypes, patterns)
     else:

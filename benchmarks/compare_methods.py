@@ -26,7 +26,7 @@ from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import PAPERS_TEXTS, evaluation_text
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
-from proxsparse.evaluation.perplexity import perplexity, window_bos
+from proxsparse.evaluation.perplexity import perplexity
 from proxsparse.io.text_table import text_table
 from proxsparse.methods import list_methods
 from proxsparse.models.checks import fit_window
@@ -116,9 +116,8 @@ def perplexity_on(source: str, max_windows: int | None, args: argparse.Namespace
     def measure(model, tokenizer) -> dict:
         fit_window(model, args.eval_seq_len, args.eval_seq_len, "eval_seq_len")
         tokens = evaluation_tokens(evaluation_text(source), tokenizer)
-        where, bos = window_bos(model, tokenizer)
-        result = perplexity(model, tokens, args.eval_seq_len, max_windows, compute_dtype, bos=bos)
-        return {"perplexity": result.value, "windows": result.windows, "bos": where}
+        result = perplexity(model, tokenizer, tokens, args.eval_seq_len, max_windows, autocast_dtype=compute_dtype)
+        return {"perplexity": result.value, "windows": result.windows, "bos": result.bos}
 
     key = {"data": label(source), "seq_len": args.eval_seq_len}
     text = {"text": list(PAPERS_TEXTS[source])} if source in PAPERS_TEXTS else {}

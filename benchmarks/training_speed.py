@@ -25,7 +25,7 @@ from proxsparse.methods import get_method
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.patterns import NMPattern
 from proxsparse.run.args import RunArgs
-from proxsparse.run.memory import memory
+from proxsparse.run.memory import Plan
 from proxsparse.run.parse import parse_train
 from proxsparse.run.report import read_metrics
 from proxsparse.runtime.device import autocast, choose_precision, peak_memory_bytes
@@ -35,7 +35,6 @@ PAPER = "--recipe llama-2-7b --eval_data none --scaling_samples 8"  # bf16, 4,09
 CASES = {
     "paper": "--gradient_checkpointing false",
     "paper, checkpointing": "",
-    "paper, checkpointing, step in backward": "--step_in_backward --max_grad_norm 0",
     "masked, checkpointing": "--objective masked --reg_lambda_rel 0.002",
 }
 COLUMNS = {
@@ -87,7 +86,7 @@ def measure(name: str, flags: list[str], device: torch.device, steps: int) -> di
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         run = parse_train([*flags, "--model", folder, "--max_steps", str(steps)])
-        planned = memory(run)
+        planned = Plan(run).memory()
         items = {k: size for k, size in planned.get("device", planned["host"]).items() if k not in OTHERS}
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         refuse_not_finite(model)
         base = base_identity(options.base, model)
         if not options.allow_other_base:
-            refuse_other_base(path, base, "MASKS")
+            refuse_other_base(recorded, base, f"MASKS {path}")
         apply_masks_(model, masks)
         require_space_for(model, target)
         made_for, notes = recorded.get("base_model", ""), model.source.notes

@@ -9,9 +9,9 @@ from pathlib import Path
 from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import evaluation_split, evaluation_text
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
-from proxsparse.evaluation.perplexity import measured
+from proxsparse.evaluation.perplexity import perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, zero_shot
-from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
+from proxsparse.io.mask_files import masks_sha256, read_masks, refuse_other_base
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device = choose_device(options.device)
     weight_dtype, autocast_dtype = choose_precision(options.precision, device)
-    masks = load_masks(options.masks) if options.masks else None
+    masks, _, recorded = read_masks(options.masks) if options.masks else (None, {}, {})
     splits = {source: options.split or evaluation_split(source) for source in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     model, tokenizer = load_model(options.model, weight_dtype)
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     if masks is not None:
         refuse_packed(model)
         if not options.allow_other_base:
-            refuse_other_base(options.masks, base_identity(options.model, model), "--masks")
+            refuse_other_base(recorded, base_identity(options.model, model), f"--masks {options.masks}")
         apply_masks_(model, masks)
         identity["masks_sha256"] = masks_sha256(masks)
     model.to(device)
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     for source, text in texts.items():
         tokens = evaluation_tokens(text, tokenizer)
         window, title = (options.seq_len, options.max_windows, options.bos), f"perplexity on {source}"
-        score = measured(model, tokenizer, tokens, *window, autocast_dtype, title)
+        score = perplexity(model, tokenizer, tokens, *window, autocast_dtype, title)
         row = {"data": source, "split": splits[source], "perplexity": score.value}
         row |= {"seq_len": score.tokens // score.windows, "windows": score.windows, "tokens": score.tokens}
         row |= {"bos": score.bos}

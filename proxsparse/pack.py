@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from proxsparse.data.calibration import calibration_batches
-from proxsparse.data.sources import load_texts, read_limit
+from proxsparse.data.batches import read_batches
 from proxsparse.errors import InputError, require, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
@@ -26,7 +25,6 @@ from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, read_tensor, weight_files
 from proxsparse.methods.gptq import quantize_layers_
-from proxsparse.models.checks import fit_window
 from proxsparse.models.loading import load_model, skeleton
 from proxsparse.models.matching import check_saved, match, refuse_incomplete
 from proxsparse.runtime.command import Parser
@@ -115,12 +113,10 @@ def calibrated(options, source_headers: dict, stored: dict[str, tuple]) -> dict:
 
     The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
     """
-    texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
     dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, (file, _) in stored.items()}
     model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes.values()))
-    seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
-    count = NUM_SAMPLES if options.num_samples is None else options.num_samples
-    batches = calibration_batches(texts, tokenizer, count, seq_len)
+    size = {"num_samples": options.num_samples or NUM_SAMPLES, "seq_len": options.seq_len, "window": SEQ_LEN}
+    batches, _ = read_batches(options.calibrate, model, tokenizer, **size)
     layers = {name: model.get_submodule(name) for name in stored}
     patterns = {name: pattern for name, (_, pattern) in stored.items()}
     rounded = quantize_layers_(model, layers, batches, options.bits, dtypes, patterns)

@@ -7,7 +7,7 @@ tokenizer, masks.safetensors, config.yaml with every flag, and result.json. The 
 
 import sys
 
-from proxsparse.allocations.registry import get_allocation, list_allocations
+from proxsparse.allocations.registry import ALLOCATIONS
 from proxsparse.errors import run_command
 from proxsparse.io.text_table import text_table
 from proxsparse.methods import get_method, list_methods
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def tables() -> str:
     """The text of --list: the methods and the allocations."""
-    methods, allocations = map(get_method, list_methods()), map(get_allocation, list_allocations())
+    methods, allocations = map(get_method, list_methods()), ALLOCATIONS.values()
     yes_no = {True: "yes", False: "no"}
     method_rows = [(row.name, yes_no[row.needs_data], yes_no[row.updates_weights], row.paper) for row in methods]
     allocation_rows = [(row.name, yes_no[row.needs_data], row.paper) for row in allocations]

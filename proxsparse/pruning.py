@@ -18,12 +18,12 @@ from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
 from proxsparse.data.calibration import arrays_of
 from proxsparse.errors import InputError
-from proxsparse.evaluation.perplexity import measured
+from proxsparse.evaluation.perplexity import perplexity as measure
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints, digest_of
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
-from proxsparse.methods.registry import check_option_names, layers_and_patterns
+from proxsparse.methods.registry import check_option_names
 from proxsparse.models.checks import refuse_not_causal, refuse_not_finite
 from proxsparse.models.layers import (
     UNSPARSIFY,
@@ -121,7 +121,9 @@ def prune_(
             row.check(**{name: values[name] for name in row.options})
         check_model(model)
         torch.manual_seed(seed)  # for dropout
-        layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
+        layers = prunable_layers(unfold_linears_(model), pattern, include, exclude)
+        one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(layers, pattern)
+        patterns = {name: NMPattern.parse(one_each[name]) for name in layers}
         with shown(is_interactive()):
             batches = []
             if chosen.needs_data or allocated.needs_data:
@@ -249,7 +251,7 @@ def perplexity(
         check_types({"seq_len": seq_len, "max_windows": max_windows}, {"seq_len": 512, "max_windows": -1})
         check_fields(EvaluateArgs(eval_seq_len=seq_len, eval_max_windows=max_windows, eval_bos=bos))
         tokens = read_tokens(data, model, tokenizer, split, text_field)
-        return measured(model, tokenizer, tokens, seq_len, max_windows, bos).value
+        return measure(model, tokenizer, tokens, seq_len, max_windows, bos).value
 
 
 # ---------------------------------------------------------------------------------------------- parts

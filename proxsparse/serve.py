@@ -12,9 +12,8 @@ from pathlib import Path
 from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED, InputError, Terminated, require, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
-from proxsparse.io.model_files import FROM_CLONE, check_folder, headers, read_object, weight_files
+from proxsparse.io.model_files import FROM_CLONE, check_folder, headers, weight_files
 from proxsparse.models.loading import TOKENIZER_FILES, skeleton
-from proxsparse.models.matching import match
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device
 
@@ -61,25 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
 def check_packed(folder: Path) -> None:
     """Raises ValueError, with the remedy, unless the folder is a complete packed checkpoint."""
     name = str(folder)
-    if not folder.is_dir():
-        raise InputError(f"{name!r}: no such folder; give the output folder of proxsparse pack")
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{name!r}: config.json is missing; give the output folder of proxsparse pack")
+    config = disk.read_packed_config(folder / "config.json", packed=True)
     if set(folder.name) & set("@:"):
         raise InputError(f"{name!r}: a model name with @ or : means a revision or a file; rename the folder")
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise InputError(f"{name!r}: no tokenizer; copy the tokenizer files of the pretrained model into the folder")
     check_folder(folder)
-    found, model = headers(weight_files(folder)), skeleton(folder)
-    entry = read_object(folder / "config.json").get("quantization_config")
-    if entry is None:
-        names = match(found, skeleton(folder))
-        convert.layers_to_pack(found, model, names)  # raises ValueError if the model is not pruned
-        raise InputError(
-            f"{name!r}: pruned, not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
-        )
-    disk.check_description(entry)
-    convert.packed_layers(found, model, entry)
+    convert.packed_layers(headers(weight_files(folder)), skeleton(folder), config["quantization_config"])
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

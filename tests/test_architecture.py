@@ -30,7 +30,7 @@ PLACES = {
     "reference": "adamw_prox mask pack prox quantize regularizers windows",
     "run": "args folder job memory model_card parse report result sections teacher",
     "runtime": "command device distributed progress sharding signals",
-    "training": "compiled early_stopping held_layer learnable_layer log loop loss mask_monitor optimizer options "
+    "training": "compiled best_weights held_layer learnable_layer log loop loss mask_monitor optimizer options "
     "scaling state",
 }
 # Layers from the lowest to the highest: packages and single modules.

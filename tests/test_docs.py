@@ -18,7 +18,7 @@ from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 import proxsparse
 from proxsparse import NMPattern, apply, evaluate, pack, serve, sparsify_
 from proxsparse._start import COMMANDS
-from proxsparse.allocations.registry import list_allocations
+from proxsparse.allocations.registry import ALLOCATIONS
 from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
 from proxsparse.methods import list_methods
@@ -212,7 +212,7 @@ def test_commands_are_accepted(page, monkeypatch):
 def known_flags() -> set[str]:
     """The flags of all commands, benchmarks and tests."""
     methods = [name for name in list_methods() if name != "proxsparse"]  # whose flags are those of train
-    parsers = [prune_parser(method, allocation) for method in methods for allocation in list_allocations()]
+    parsers = [prune_parser(method, allocation) for method in methods for allocation in ALLOCATIONS]
     flags = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     flags |= {f"--{field.name}" for sections in SECTIONS.values() for section in sections for field in fields(section)}
     files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]

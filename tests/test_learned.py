@@ -25,7 +25,6 @@ from proxsparse.training.options import LearningOptions
 from proxsparse.training.state import TrainState
 
 PATTERN = NMPattern(2, 4)
-IN_BACKWARD = {"max_grad_norm": 0.0, "step_in_backward": True}
 
 
 @pytest.fixture
@@ -139,7 +138,9 @@ def test_what_is_saved_is_what_was_measured(model):
 def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(model, checkpointing):
     layers = prunable_layers(model)
     learned = under_masks(layers)
-    loop.start_training(model, checkpointing)
+    model.train()
+    if checkpointing:
+        loop.switch_checkpointing(model, "enable", {"use_reentrant": False})
     documents = [torch.randint(3, 50, (length,)).tolist() for length in (12, 5)]
     loss = loop.backward(model, [collate([document], 0) for document in documents], None, partial(training_loss, model))
     found = {name: layer.weight.grad.clone() for name, layer in layers.items()}
@@ -201,16 +202,10 @@ def test_every_layer_has_the_prox_of_its_pattern_and_learns_more_slowly_if_it_ke
             assert found == pytest.approx([value * factor for factor in factors])
 
 
-def learned_by(documents: list, **settings) -> tuple[dict, list[dict]]:
+def learned_by(documents: list) -> tuple[dict, list[dict]]:
     """The weights after 4 steps, and the figures of each step."""
-    state = new_state(**settings)
-    teacher = partial(dense, state.model, state.layers.values())
-    weight = state.options.match_hidden
-    loss = partial(training_loss, state.model, teacher=teacher, distill=0.5 * bool(weight), match_hidden=weight)
-    loop.start_training(state.model, state.options.gradient_checkpointing)
-    samples = itertools.cycle(documents)
-    with loop.updating(state) as update:
-        rows = [loop.train_step(state, samples, loss, None, update) for _ in range(4)]
+    state, samples = new_state(), itertools.cycle(documents)
+    rows = [loop.train_step(state, samples, partial(training_loss, state.model), None) for _ in range(4)]
     weights = dict(state.model.named_parameters()) | weights_of(state.optimizer)
     return {name: weight.detach() for name, weight in weights.items()}, rows
 
@@ -218,38 +213,6 @@ def learned_by(documents: list, **settings) -> tuple[dict, list[dict]]:
 @pytest.fixture
 def documents():
     return [collate([torch.randint(3, 50, (12,)).tolist()], 0) for _ in range(12)]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"objective": "paper", "frozen_lambda": 0.1},
-        {"gradient_checkpointing": True},
-        {"match_hidden": 16.0, "distill": 0.5},
-    ],
-    ids=" ".join,
-)
-def test_a_step_in_the_backward_pass_is_the_same_step(documents, settings):
-    together, rows = learned_by(documents, max_grad_norm=0.0, **settings)
-    one_by_one, other_rows = learned_by(documents, **IN_BACKWARD, **settings)
-    for name, weight in together.items():
-        assert torch.equal(weight, one_by_one[name]), name
-    for row, other in zip(rows, other_rows, strict=True):
-        assert row["loss"] == other["loss"]
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"])
-
-
-def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
-    state, held = new_state(**IN_BACKWARD), []
-    learned = state.layers.values()
-    with loop.updating(state):
-        for one in learned:
-            one.layer.weight.register_post_accumulate_grad_hook(
-                lambda _: held.append(sum(one.weight.grad is not None for one in learned))
-            )
-        loop.backward(state.model, documents[:1], None, partial(training_loss, state.model))
-    assert held == [0] * len(learned)  # that of this layer has been used and freed, the others' as well
 
 
 def test_a_step_that_is_not_logged_is_the_same_step(documents, monkeypatch):
@@ -264,28 +227,25 @@ def test_a_step_that_is_not_logged_is_the_same_step(documents, monkeypatch):
         assert torch.equal(weight, others[name]), name
 
 
-@pytest.mark.parametrize("settings", [{}, IN_BACKWARD], ids=["default", "in backward"])
-def test_a_gradient_that_is_not_finite_is_refused(documents, settings):
-    state = new_state(**settings)
+def test_a_gradient_that_is_not_finite_is_refused(documents):
+    state = new_state()
     next(iter(state.layers.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
     loss = partial(training_loss, state.model)
-    with loop.updating(state) as update, pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):
-        loop.train_step(state, iter(documents), loss, None, update)
+    with pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):
+        loop.train_step(state, iter(documents), loss, None)
 
 
-@pytest.mark.parametrize("settings", [{}, IN_BACKWARD], ids=["default", "in backward"])
-def test_a_gradient_of_a_step_that_is_not_logged_is_refused_later(documents, settings, monkeypatch):
+def test_a_gradient_of_a_step_that_is_not_logged_is_refused_later(documents, monkeypatch):
     """Under masks the loss of the steps after it is finite, because W0 is."""
     monkeypatch.setattr("proxsparse.training.state.LOG_POINTS", 1)
     monkeypatch.setattr(MaskMonitor, "measures", lambda *_: False)
-    state, samples = new_state(**settings), iter(documents)
+    state, samples = new_state(), iter(documents)
     hook = next(iter(state.layers.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
-    with loop.updating(state) as update:
-        for _ in range(3):
-            row = loop.train_step(state, samples, partial(training_loss, state.model), None, update)
-            hook.remove()
-        assert math.isfinite(row["grad_norm"])
-        with pytest.raises(InputError, match="gradient norm is nan"):  # before a checkpoint
-            loop.read_norm(state, row["grad_norm"])
-        with pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):  # a step that is logged
-            loop.train_step(state, samples, partial(training_loss, state.model), None, update)
+    for _ in range(3):
+        row = loop.train_step(state, samples, partial(training_loss, state.model), None)
+        hook.remove()
+    assert math.isfinite(row["grad_norm"])
+    with pytest.raises(InputError, match="gradient norm is nan"):  # before a checkpoint
+        loop.read_norm(state, row["grad_norm"])
+    with pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):  # a step that is logged
+        loop.train_step(state, samples, partial(training_loss, state.model), None)

@@ -220,10 +220,10 @@ def test_perplexity_is_the_papers_convention():
     for start in (0, 16):  # windows do not overlap; the rest of the text is dropped
         logits = model(input_ids=tokens[None, start : start + 16]).logits[0].log_softmax(-1)
         losses += [-logits[i, tokens[start + i + 1]].item() for i in range(15)]
-    score = perplexity(model, tokens, seq_len=16)
+    score = perplexity(model, None, tokens, seq_len=16)
     assert score.value == pytest.approx(math.exp(sum(losses) / 30), rel=1e-6)
     assert (score.windows, score.tokens) == (2, 32)
-    assert perplexity(model, tokens, 16, max_windows=1).windows == 1
+    assert perplexity(model, None, tokens, 16, max_windows=1).windows == 1
 
 
 @pytest.mark.parametrize(
@@ -241,16 +241,14 @@ def test_perplexity_is_the_papers_convention():
 def test_bos_stands_before_each_window_for_gemma_and_at_the_start_for_others(name, adds_bos, asked, where):
     model, tokenizer = tiny_models.tiny_model(name, torch.float64), tiny_models.byte_tokenizer(adds_bos)
     text = "some words that are cut into windows, one after the other"
-    found, bos = window_bos(model, tokenizer, asked)
-    assert found == where
     tokens = evaluation_tokens(text, tokenizer)
     rows = list(tokens.split(16))[: len(tokens) // 16]
     if where == "each":  # bos, and the next 15 tokens of the text
         rows = [torch.cat([tokens[:1], row]) for row in tokens[1:].split(15) if len(row) == 15]
     losses = [torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:]).item() for row in rows]
-    score = perplexity(model, tokens, 16, bos=bos)
+    score = perplexity(model, tokenizer, tokens, 16, bos=asked)
     assert score.value == pytest.approx(math.exp(sum(losses) / len(rows)), rel=1e-6)
-    assert (score.windows, score.tokens) == (len(rows), 16 * len(rows))
+    assert (score.windows, score.tokens, score.bos) == (len(rows), 16 * len(rows), where)
 
 
 def test_bos_before_each_window_needs_a_bos_token():
@@ -261,7 +259,7 @@ def test_bos_before_each_window_needs_a_bos_token():
 def test_perplexity_of_what_is_not_finite_is_nan_and_a_window_that_does_not_fit_is_refused():
     model, tokens = tiny_models.tiny_model("llama"), torch.zeros(50, dtype=torch.int64)
     model.model.norm.weight.data[0] = math.nan
-    assert math.isnan(perplexity(model, tokens, seq_len=16).value)
+    assert math.isnan(perplexity(model, None, tokens, seq_len=16).value)
     for seq_len in (0, 1, 100):
         with pytest.raises(InputError, match=str(seq_len)):
-            perplexity(model, tokens, seq_len)
+            perplexity(model, None, tokens, seq_len)

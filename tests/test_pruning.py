@@ -257,7 +257,7 @@ def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
 
 
 def test_of_a_generator_without_end_the_first_documents_are_measured(model, tokenizer, monkeypatch):
-    monkeypatch.setattr("proxsparse.data.batches.DOCUMENTS_OF_A_DATA_SET", 20)
+    monkeypatch.setattr("proxsparse.data.batches.FIRST_DOCUMENTS", 20)
     endless = itertools.cycle(TEXTS)
     assert proxsparse.perplexity(model, tokenizer, endless, seq_len=16, max_windows=2) > 1
 

@@ -116,7 +116,7 @@ def cusparselt(weights: LinearWeights) -> dict[str, Contender]:
     algorithms = {}  # rows of x -> arguments of torch._cslt_sparse_mm
 
     def multiply(x: Tensor, compressed: Tensor) -> Tensor:
-        columns = pad_rows(x, 8).t()
+        columns = pad_rows(x).t()
         if len(x) not in algorithms:  # torch._cslt_sparse_mm_search does not return the split of in_features
             found = torch._C._cusparselt.mm_search(compressed, columns, None, None, None, True)
             algorithms[len(x)] = dict(zip(("alg_id", "split_k", "split_k_mode"), found, strict=False))

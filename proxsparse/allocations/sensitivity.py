@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from proxsparse.allocations.budget import Layers, arithmetic, numel
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError, require
-from proxsparse.methods.walk import Batches, make_hook
+from proxsparse.methods.walk import Batches
 from proxsparse.models.checks import check_finite, evaluating
-from proxsparse.models.feature_norms import FeatureNorms
+from proxsparse.models.feature_norms import FeatureNorms, make_hook
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.runtime.progress import phase
@@ -29,7 +29,6 @@ def sensitivity(
     model: nn.Module,
     layers: Layers,
     batches: Batches,
-    pattern: NMPattern,
     *,
     target_flops: float = 0.6,
     samples: int = 32,

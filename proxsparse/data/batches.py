@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL, Batch, add_labels, calibration_batches, evaluation_tokens
-from proxsparse.data.sources import (
-    DOCUMENTS_OF_A_DATA_SET,
-    SHUFFLED_DOCUMENTS,
-    evaluation_text,
-    first_and_rest,
-    identity_of,
-    text_of,
-)
+from proxsparse.data.sources import FIRST_DOCUMENTS, evaluation_text, first_and_rest, identity_of, text_of
 from proxsparse.data.tokens import TOKENS_IN_MEMORY, TokenStore
 from proxsparse.errors import InputError
 from proxsparse.models.checks import context_length, fit_window
@@ -75,7 +68,7 @@ def read_batches(
             elif is_source:
                 first, rest = first_and_rest(data, "train", text_field)
             else:
-                limit = None if isinstance(data, list | tuple) else SHUFFLED_DOCUMENTS
+                limit = None if isinstance(data, list | tuple) else FIRST_DOCUMENTS
                 first, rest = list(islice(items, limit)), items
             return calibration_batches(first, tokenizer, num_samples, length, rest=rest, store=store, **settings)
 
@@ -109,7 +102,7 @@ def read_tokens(
         data = [evaluation_text(data, split, text_field)]
     items, are_texts = read_items(data, tokenizer, text_field)
     if are_texts:
-        limit = None if isinstance(data, list | tuple) else DOCUMENTS_OF_A_DATA_SET
+        limit = None if isinstance(data, list | tuple) else FIRST_DOCUMENTS
         return evaluation_tokens("\n\n".join(islice(items, limit)), tokenizer)
     batches = [as_batch(item, model, None) for item in items]
     return torch.cat([batch["input_ids"][batch["attention_mask"] != 0] for batch in batches])

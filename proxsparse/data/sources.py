@@ -16,8 +16,7 @@ from proxsparse.io.model_files import is_inside
 from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
-DOCUMENTS_OF_A_DATA_SET = 10_000  # read from a Hub data set, except by runs that calibrate
-SHUFFLED_DOCUMENTS = 10_000  # read and shuffled before the first is used, for calibration
+FIRST_DOCUMENTS = 10_000  # of a data set: all that is evaluated; for calibration shuffled before the first is used
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
 # Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
 UNPACKED_RATIO, UNPACKED_ALWAYS, UNLIMITED = 100, 64 << 20, 1 << 62
@@ -44,7 +43,7 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
 
 
 def first_and_rest(
-    source: str, split: str, text_field: str = "text", limit: int | None = SHUFFLED_DOCUMENTS
+    source: str, split: str, text_field: str = "text", limit: int | None = FIRST_DOCUMENTS
 ) -> tuple[list[str], Iterator[str]]:
     """As `load_texts`; and an iterator over the texts after the limit, which are read when they are used."""
     if limit is not None and limit < 1:
@@ -78,18 +77,14 @@ def evaluation_text(source: str, split: str | None = None, text_field: str = "te
 
     `split` replaces the split of the papers.
     """
-    _, documents, separator = PAPERS_TEXTS.get(source, ("validation", read_limit(source), "\n\n"))
+    limit = None if is_local(source) else FIRST_DOCUMENTS
+    _, documents, separator = PAPERS_TEXTS.get(source, ("validation", limit, "\n\n"))
     return separator.join(load_texts(source, split or evaluation_split(source), text_field, documents))
 
 
 def evaluation_split(source: str) -> str:
     """The split that pruning papers measure perplexity on: "test" for WikiText-2, else "validation"."""
     return PAPERS_TEXTS[source][0] if source in PAPERS_TEXTS else "validation"
-
-
-def read_limit(source: str) -> int | None:
-    """Number of documents that a run reads: None (all) of a file, a bounded number of a data set."""
-    return None if is_local(source) else DOCUMENTS_OF_A_DATA_SET
 
 
 def is_local(source: str) -> bool:

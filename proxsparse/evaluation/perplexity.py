@@ -1,7 +1,7 @@
 """Perplexity as pruning papers measure it: one text, windows that do not overlap, an explicit window length."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -50,53 +50,51 @@ def window_bos(model: nn.Module, tokenizer, asked: str | None = None, flag: str 
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
-    token_ids: Tensor,
-    seq_len: int,
+    tokenizer,
+    tokens: Tensor,
+    seq_len: int | None = None,
     max_windows: int | None = None,
+    bos: str | None = None,
     autocast_dtype: torch.dtype | None = None,
     title: str = "perplexity",
-    bos: int | None = None,
 ) -> Perplexity:
     """exp(mean over windows of -1/(L-1) sum_{t>=2} log p(x_t | x_<t)), for windows of L = seq_len tokens.
 
     Tokens after the last full window are ignored. NaN if an output of the model is NaN.
 
     Args:
-        token_ids: int64 [N], from `data.calibration.evaluation_tokens`.
-        seq_len: L >= 2; never taken from the model's config.
-        max_windows: largest number of windows; None: all.
+        tokenizer: of the model; None: there is no bos token.
+        tokens: int64 [N], from `data.calibration.evaluation_tokens`.
+        seq_len: L >= 2; None: 2048, or the model's context length or the text if shorter.
+        max_windows: largest number of windows; -1 or None: all.
+        bos: as `asked` in `window_bos`. Before each window: the window has L-1 tokens of the text.
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
         title: title of the progress bar.
-        bos: a token that is put before each window, which then has L-1 tokens of the text; from `window_bos`. None: the
-            windows are those of `token_ids`.
     Raises:
-        InputError: seq_len is below 2, or the text is shorter than one window.
+        InputError: seq_len is below 2, or above the model's context length or the text; as `window_bos`.
     """
+    seq_len = fit_window(model, seq_len, WINDOW, "seq_len", len(tokens))
     if seq_len < 2:
         raise InputError(f"seq_len={seq_len}: must be at least 2, because the first token of a window is not predicted")
-    if bos is not None and token_ids[:1].tolist() == [bos]:
-        token_ids = token_ids[1:]
-    step = seq_len - (bos is not None)  # tokens of the text in a window
-    windows = len(token_ids) // step
-    if windows == 0:
-        raise InputError(
-            f"the evaluation text has {len(token_ids)} tokens, fewer than one window of seq_len={seq_len}; lower it "
-            "or give more text"
-        )
+    where, token = ("none", None) if tokenizer is None else window_bos(model, tokenizer, bos)
+    if token is not None and tokens[:1].tolist() == [token]:
+        tokens = tokens[1:]
+    step = seq_len - (token is not None)  # tokens of the text in a window
+    windows = len(tokens) // step
     windows = min(windows, max_windows) if max_windows and max_windows > 0 else windows
     device = next(model.parameters()).device
     losses = []
     with evaluating(model), phase(title, windows, "window") as current:
         # all windows are copied at once, and all losses read at the end: each transfer makes the host wait for the GPU
-        text = token_ids[: windows * step].to(device).view(windows, 1, step)
-        text = text if bos is None else nn.functional.pad(text, (1, 0), value=bos)
+        text = tokens[: windows * step].to(device).view(windows, 1, step)
+        text = text if token is None else nn.functional.pad(text, (1, 0), value=token)
         for window, counts in shard_items(text):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits
             losses.append(counts * mean_loss(logits[0, :-1], window[0, 1:]))
             current.step(world_size())
         mean = sum_over_processes([sum(torch.stack(losses).tolist())])[0] / windows
-        score = Perplexity(math.inf if mean >= 700 else math.exp(mean), windows, windows * seq_len)
+        score = Perplexity(math.inf if mean >= 700 else math.exp(mean), windows, windows * seq_len, where)
         current.result = f"{score.value:,.2f}"
     return score
 
@@ -105,26 +103,3 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log p(target) in float32, without a float32 copy of all logits [tokens, vocabulary]."""
     parts = zip(logits.split(CHUNK), targets.split(CHUNK), strict=True)
     return sum(nn.functional.cross_entropy(part.float(), own, reduction="sum") for part, own in parts) / len(targets)
-
-
-def measured(
-    model: nn.Module,
-    tokenizer,
-    tokens: Tensor,
-    seq_len: int | None = None,
-    max_windows: int = -1,
-    bos: str | None = None,
-    autocast_dtype: torch.dtype | None = None,
-    title: str = "perplexity",
-) -> Perplexity:
-    """The `perplexity` of a text, with bos as `window_bos` says.
-
-    Args:
-        tokens: int64 [N].
-        seq_len: tokens in a window; None: 2048, or the model's context length or the text if shorter.
-        max_windows: largest number of windows; -1: all.
-        bos: "first" or "each"; None: as the model needs.
-    """
-    window = fit_window(model, seq_len, WINDOW, "seq_len", len(tokens))
-    where, token = ("none", None) if tokenizer is None else window_bos(model, tokenizer, bos)
-    return replace(perplexity(model, tokens, window, max_windows, autocast_dtype, title, token), bos=where)

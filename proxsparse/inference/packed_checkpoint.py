@@ -110,16 +110,16 @@ def check_description(config: dict) -> None:
 
 def read_packed_config(path: Path, packed: bool) -> dict:
     """Reads the config.json of a packed or a dense checkpoint. Raises ValueError if it is missing or of another one."""
-    folder = str(path.parent)
+    folder, commands = str(path.parent), "proxsparse pack" if packed else "train, prune or finetune"
+    wanted = f"the --output_dir of {commands}"
     if not path.parent.is_dir():
-        wanted = "a packed folder" if packed else "the --output_dir of train, prune or finetune"
         raise ValueError(f"{folder!r}: no such folder; give {wanted}")
     if not path.is_file():
-        raise ValueError(f"{folder!r}: {path.name} is missing; give the folder of a pruned checkpoint")
+        raise ValueError(f"{folder!r}: {path.name} is missing; give {wanted}")
     config = read_object(path)
     entry = config.get("quantization_config")
     if packed and entry is None:
-        raise ValueError(f"{folder!r} is not packed; give a packed checkpoint")
+        raise ValueError(f"{folder!r} is not packed; give {wanted}, which packs the --output_dir of proxsparse prune")
     if packed:
         check_description(entry)
     elif entry is not None:

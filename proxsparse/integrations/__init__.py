@@ -1,16 +1,6 @@
-"""Integrations with transformers: Trainer, and the loader of packed checkpoints; with FlopCounterMode and peft."""
+"""Integrations with transformers: Trainer, and the loader of packed checkpoints; with peft."""
 
 from proxsparse_autoload import after_import, register
-
-
-def register_flops() -> None:
-    """Lets FlopCounterMode count packed layers."""
-    import torch
-    from torch.utils.flop_counter import register_flop_formula
-
-    from proxsparse.ops.sparse_linear import flops
-
-    register_flop_formula(torch.ops.proxsparse.sparse_linear)(flops)
 
 
 def register_adapters() -> None:
@@ -21,5 +11,4 @@ def register_adapters() -> None:
 
 
 register()
-after_import("torch.utils.flop_counter", register_flops)  # importing it takes 0.4 s
 after_import("peft.tuners.lora.model", register_adapters)

@@ -76,8 +76,13 @@ class PackedQuantizer(HfQuantizer):
         for name, layer in model.named_modules():
             if isinstance(layer, SparseLinear):
                 layer.requires_grad_(False)
-                if not layer.indices.is_meta and not layer.values.is_meta:  # meta tensors are offloaded to disk
-                    refuse_damaged(model, name, layer)
+                if layer.indices.is_meta or layer.values.is_meta:  # offloaded to disk
+                    continue
+                try:
+                    check_packed(layer.values, layer.indices, scales=layer.scales)
+                except ValueError as error:
+                    where = f"{model.name_or_path}: packed layer {name}"
+                    raise ValueError(f"{where}: {error}; download the model again") from error
         return model
 
     def _dequantize(self, model: nn.Module, dtype=None) -> nn.Module:
@@ -94,11 +99,3 @@ class PackedQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def refuse_damaged(model: nn.Module, name: str, layer: SparseLinear) -> None:
-    """Raises ValueError, with the name of the layer, for invalid indices."""
-    try:
-        check_packed(layer.values, layer.indices, scales=layer.scales)
-    except ValueError as error:
-        raise ValueError(f"{model.name_or_path}: packed layer {name}: {error}; download the model again") from error

@@ -59,7 +59,7 @@ def atomic_directory(folder: Path):
         probe.touch()
         mode = mode_of(probe)
         probe.unlink()
-        for entry in sorted(scratch.iterdir(), key=weights_last):
+        for entry in sorted(scratch.iterdir(), key=lambda entry: (entry.suffix == ".safetensors", entry.name)):
             target = folder / entry.name
             if entry.is_file():
                 entry.chmod(mode)
@@ -69,11 +69,6 @@ def atomic_directory(folder: Path):
         sync(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def weights_last(path: Path) -> tuple[bool, str]:
-    """Sort key: the weights after all other files."""
-    return path.suffix == ".safetensors", path.name
 
 
 def mode_of(path: Path) -> int:

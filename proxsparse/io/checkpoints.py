@@ -76,7 +76,7 @@ class Checkpoints:
             return
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-        group = thread_group()  # made here, because all processes must make it
+        group = thread_group(torch.distributed.group.WORLD)  # made here, because all processes must make it
         stream = device and torch.cuda.Stream(device)  # torch waits for that of the thread, not for the training
 
         def write() -> None:

@@ -71,27 +71,17 @@ def save_masks(
     if metadata["pattern"] == MIXED:
         metadata["patterns"] = json.dumps(patterns)
     for name, mask in masks.items():
-        check_mask(name, mask, NMPattern.parse(patterns[name]))
+        if not NMPattern.parse(patterns[name]).is_mask(mask):
+            raise InputError(f"masks: layer {name} does not keep {patterns[name]} in all blocks; give its pattern")
     with atomic_write(Path(path)) as temporary:
         save_file({name: pack_mask(mask) for name, mask in masks.items()}, temporary, metadata)
 
 
-def check_mask(name: str, mask: Tensor, pattern: NMPattern) -> None:
-    """Raises InputError unless the mask of a layer keeps exactly n of every m weights, and the whole remainder."""
-    if not pattern.is_mask(mask):
-        raise InputError(f"masks: layer {name} does not keep {pattern} in all blocks; give its pattern")
-
-
 def masks_sha256(masks: dict[str, Tensor]) -> str:
     """Digest of the sorted names and their packed bits. The bytes of masks.safetensors differ from run to run."""
-    return packed_sha256({name: pack_mask(mask) for name, mask in masks.items()})
-
-
-def packed_sha256(packed: dict[str, Tensor]) -> str:
-    """`masks_sha256` of packed masks."""
     digest = hashlib.sha256()
-    for name in sorted(packed):
-        digest.update(name.encode() + packed[name].numpy().tobytes())
+    for name in sorted(masks):
+        digest.update(name.encode() + pack_mask(masks[name]).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -110,27 +100,6 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
     Raises:
         InputError: the file is missing or malformed, or a mask does not keep exactly n of every m weights.
     """
-    packed, metadata = read_packed(path)
-    try:
-        columns = json.loads(metadata["in_features"])
-        mixed = metadata["pattern"] == MIXED
-        named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
-        patterns = {name: NMPattern.parse(named[name]) for name in packed}
-        masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
-        for name, mask in masks.items():
-            patterns[name].check_blocks(mask.shape, name)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
-    for name, mask in masks.items():
-        if not patterns[name].is_mask(mask):
-            raise InputError(
-                f"mask file {str(path)!r}: layer {name} does not keep {patterns[name]} in all blocks; remake it"
-            )
-    return masks, patterns, metadata
-
-
-def read_packed(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Layer name -> packed mask, and the metadata of the file. Raises InputError if it is missing or malformed."""
     from safetensors import SafetensorError, safe_open
 
     if Path(path).is_dir():
@@ -147,11 +116,22 @@ def read_packed(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(
             f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r}); give a masks.safetensors file"
         )
-    if "pattern" not in metadata or any(mask.dtype != torch.uint8 or mask.ndim != 2 for mask in packed.values()):
-        raise InputError(
-            f"mask file {str(path)!r} is malformed (no pattern, or not uint8); give an undamaged mask file"
-        )
-    return packed, metadata
+    try:
+        columns = json.loads(metadata["in_features"])
+        mixed = metadata["pattern"] == MIXED
+        named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
+        patterns = {name: NMPattern.parse(named[name]) for name in packed}
+        masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
+        for name, mask in masks.items():
+            patterns[name].check_blocks(mask.shape, name)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
+    for name, mask in masks.items():
+        if not patterns[name].is_mask(mask):
+            raise InputError(
+                f"mask file {str(path)!r}: layer {name} does not keep {patterns[name]} in all blocks; remake it"
+            )
+    return masks, patterns, metadata
 
 
 def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, str]]:
@@ -180,20 +160,20 @@ def is_mask_file(path: Path) -> bool:
         return False
 
 
-def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None:
-    """Raises InputError if the masks in a file belong to another model than `base` (see `base_identity`).
+def refuse_other_base(recorded: dict[str, str], base: dict[str, str], masks: str) -> None:
+    """Raises InputError if masks belong to another model than `base` (see `base_identity`).
 
-    Compares the digests of all weights; a file without a digest is compared by name.
+    Compares the digests of all weights; masks without a digest are compared by name.
+
+    Args:
+        recorded: the metadata of the file of masks.
+        masks: the flag and the file, for the error.
     """
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        recorded = file.metadata() or {}
     key = "base_weights_sha256" if recorded.get("base_weights_sha256") else "base_model"
     if recorded.get(key) != base[key]:
         revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
         raise InputError(
-            f"{flag} {path}: these masks belong to {recorded.get('base_model')!r}{revision}, whose weights differ from "
+            f"{masks}: these masks belong to {recorded.get('base_model')!r}{revision}, whose weights differ from "
             f"those of {base['base_model']!r}; give the masks of this model, or add --allow_other_base"
         )
 

@@ -135,11 +135,6 @@ def read_object(path: Path) -> dict:
     return entries
 
 
-def is_shard_name(name: object) -> bool:
-    """Whether it is the name of a safetensors file, without a folder."""
-    return isinstance(name, str) and re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", name) is not None
-
-
 def shards(index: Path) -> list[Path]:
     """The files that an index names, sorted by name.
 
@@ -150,7 +145,7 @@ def shards(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: malformed (no weight_map); download the checkpoint again")
     for name in weight_map.values():
-        if not is_shard_name(name):
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", name):
             raise InputError(
                 f"{index}: names {name!r:.60}, but a shard must be a .safetensors file in the same folder; download "
                 "the checkpoint again, or convert it in an isolated environment"

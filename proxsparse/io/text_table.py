@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 
-def text_table(header: Sequence[str] | None, rows: Sequence[Sequence[str]], indent: str = "") -> str:
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns two spaces apart, numeric columns right-aligned; one line for the header and one for each row."""
-    lines = [*([header] if header else []), *rows]
     columns = []
-    for cells in zip(*lines, strict=True):
-        width, right = max(map(len, cells)), is_numeric(cells[1:] if header else cells)
+    for cells in zip(header, *rows, strict=True):
+        width, right = max(map(len, cells)), is_numeric(cells[1:])
         columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
-    return "\n".join((indent + "  ".join(cells)).rstrip() for cells in zip(*columns, strict=True))
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def is_numeric(cells: Sequence[str]) -> bool:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from proxsparse.errors import InputError, require
+from proxsparse.errors import require
 from proxsparse.methods.registry import register_layer_method
-from proxsparse.methods.sparsegpt import InputGram
+from proxsparse.methods.sparsegpt import InputGram, positive_definite
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 
@@ -63,7 +63,8 @@ def prune_admm(
     w = weight.to(gram.dtype) * norms
     target = w @ gram
     gram.diagonal().add_(rho)
-    inverse = inverse_of(gram, f"damping={damping} and rho={rho}")
+    with positive_definite(f"damping={damping} and rho={rho}"):
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
     u = torch.zeros_like(w)
     for iteration in range(1, iterations + 1):
         if iteration <= mask_iterations:
@@ -91,14 +92,3 @@ def gradual_mask(score: Tensor, pattern: NMPattern, time: float) -> Tensor:
     removable = score[~final]
     count = int(len(removable) * (1 - (1 - time) ** 3))
     return final | (score >= removable.kthvalue(count + 1).values)
-
-
-def inverse_of(matrix: Tensor, settings: str) -> Tensor:
-    """The inverse of a positive definite matrix. Raises InputError, with `settings`, if it is not positive definite."""
-    try:
-        return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-    except torch.linalg.LinAlgError as error:
-        raise InputError(
-            f"the Gram matrix of the inputs is not positive definite with {settings}; "
-            "use more calibration samples or increase damping"
-        ) from error

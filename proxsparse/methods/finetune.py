@@ -19,7 +19,7 @@ from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast, autocast_dtype
 from proxsparse.runtime.distributed import all_reduce_sum, shard_items
 from proxsparse.runtime.signals import StopSignal
-from proxsparse.training.early_stopping import EarlyStopping
+from proxsparse.training.best_weights import BestWeights
 from proxsparse.training.held_layer import hold_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
 from proxsparse.training.loss import training_loss
@@ -55,30 +55,29 @@ def train_kept_weights(
     held = hold_layers(layers, patterns)
     batches, held_out = split(batches, options)
     steps = step_count(len(batches), options)
-    trained = trained_parameters(model, layers, options)
-    # one group for each parameter, as --step_in_backward needs
-    optimizer = adamw([{"params": [pair], "lr": options.learning_rate} for pair in trained.items()], options)
+    trained = trained_parameters(model, layers)
+    optimizer = adamw([{"params": list(trained.items()), "lr": options.learning_rate}], options)
     loss_options = {name: getattr(options, name) for name in ("distill", "compile")}
     loss = partial(training_loss, model, teacher=lambda: nullcontext(teacher), **loss_options)
     measure = partial(held_out_loss, model, held_out, compute_dtype, loss) if held_out else None
-    stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
-    state = TrainState(model, held, options, steps, optimizer, stopping)
+    best = BestWeights(measure, trained, max(1, steps // options.evals), steps)
+    state = TrainState(model, held, options, steps, optimizer, best)
     if newest := checkpoints and checkpoints.newest_step():
         state.restore_(checkpoints, *newest)
     else:
-        stopping.observe(0)
+        best.observe(0)
     seconds_before = state.seconds
 
     samples, stop = own_samples(batches, state), StopSignal()
-    with training(state, checkpoints, "training the kept weights", stop, teacher) as (end_step, update):
+    with training(state, checkpoints, "training the kept weights", stop, teacher) as end_step:
         while not state.complete and not stop.number:
-            end_step(train_step(state, samples, loss, compute_dtype, update))
+            end_step(train_step(state, samples, loss, compute_dtype))
 
-    stopping.take_best_()
+    best.take_best_()
     figures = {
         "steps": state.step,
         "tokens": state.tokens,
-        "held_out": {"losses": stopping.losses, "best_step": stopping.best_step if stopping.losses else None},
+        "held_out": {"losses": best.losses, "best_step": best.best_step if best.losses else None},
         "trained_weights": sum(weight.numel() for weight in weights_of(optimizer).values()),
     }
     masks = {name: layer.mask().cpu() for name, layer in held.items()}
@@ -103,11 +102,9 @@ def split(batches: Sequence[Batch], options: FinetuneOptions) -> tuple[Sequence[
     return Subset(batches, range(len(batches) - len(held_out))), held_out
 
 
-def trained_parameters(
-    model: nn.Module, layers: dict[str, nn.Linear], options: FinetuneOptions
-) -> dict[str, nn.Parameter]:
-    """Parameter name -> the parameters that --train trains; also sets requires_grad of all parameters."""
-    chosen = {id(layer.weight) for layer in layers.values()} if options.train == "kept" else set()
+def trained_parameters(model: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Parameter]:
+    """Parameter name -> the weights of the layers, norms and biases; also sets requires_grad of all parameters."""
+    chosen = {id(layer.weight) for layer in layers.values()}
     inside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
     for weight in model.parameters():
         weight.requires_grad_(id(weight) in chosen or (weight.ndim == 1 and id(weight) not in inside))

@@ -9,13 +9,14 @@ from torch.nn import functional
 
 from proxsparse.errors import InputError
 from proxsparse.methods.sparsegpt import InputGram, inverse_factor
-from proxsparse.methods.walk import Batches, full_precision, walk
+from proxsparse.methods.walk import Batches, walk
 from proxsparse.ops import pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference import quantize
 from proxsparse.reference.pack import unpack_places
 from proxsparse.reference.windows import expand
+from proxsparse.runtime.device import full_precision
 
 DAMPING = 0.01
 CHUNK = 128  # columns after which the rest of the matrix is updated; affects only the speed

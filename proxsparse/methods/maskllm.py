@@ -12,10 +12,11 @@ from proxsparse.data.calibration import add_labels, endless_order
 from proxsparse.errors import InputError, require
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.pruned import Pruned
-from proxsparse.methods.registry import compute_masks, get_method, register_method
-from proxsparse.methods.walk import Batches, apply_mask_, full_precision
+from proxsparse.methods.registry import get_method, register_method
+from proxsparse.methods.walk import Batches, apply_mask_
 from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
+from proxsparse.runtime.device import full_precision
 from proxsparse.runtime.progress import phase
 
 INITIAL_STD = 0.01
@@ -101,7 +102,7 @@ def prune_maskllm(
     if steps < 1:
         raise InputError("maskllm: no calibration batch; give at least one")
     choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
-    preferred = {} if prior == NO_PRIOR else compute_masks(get_method(prior), model, layers, batches, patterns)
+    preferred = {} if prior == NO_PRIOR else prior_masks(prior, model, layers, batches, patterns)
     generator = torch.Generator(model.device).manual_seed(seed)
     logits = {name: initial_logits(layer.weight, choices[name], generator) for name, layer in layers.items()}
     for name, mask in preferred.items():
@@ -133,8 +134,25 @@ def prune_maskllm(
             optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
             optimizer.step()
             current.note = f"loss {loss.item():.3f}"
-    masks = {name: hard_mask(logits[name], choices[name], layer.weight) for name, layer in layers.items()}
-    return Pruned({name: apply_mask_(layer, masks[name]) for name, layer in layers.items()})
+    masks = {}
+    for name, layer in layers.items():
+        blocks = choices[name][logits[name].argmax(-1)]  # the mask with the largest logit of every block
+        masks[name] = apply_mask_(layer, with_dense_remainder(blocks.flatten(-2), layer.weight))
+    return Pruned(masks)
+
+
+@torch.no_grad()
+def prior_masks(
+    prior: str, model: nn.Module, layers: dict[str, nn.Linear], batches: Batches, patterns: dict[str, NMPattern]
+) -> dict[str, Tensor]:
+    """The masks of a method with its defaults, if possible without weight update; restores the weights."""
+    method, weights = get_method(prior), {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    try:
+        options = {name: False for name in method.options if name == "update_weights"}
+        return method.prune(model, layers, batches, patterns, **options).masks
+    finally:
+        for name, layer in layers.items():
+            layer.weight.copy_(weights[name])
 
 
 def initial_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) -> Tensor:
@@ -167,11 +185,6 @@ def soft_weight(
         y = ((logits * scale + gumbel) / tau).softmax(-1)
         mask = with_dense_remainder((y @ choices.to(y.dtype)).flatten(-2), weight)
     return (weight.detach() * mask).to(weight.dtype)
-
-
-def hard_mask(logits: Tensor, choices: Tensor, weight: Tensor) -> Tensor:
-    """The mask with the largest logit of every block, bool, the shape of `weight`."""
-    return with_dense_remainder(choices[logits.argmax(-1)].flatten(-2), weight)
 
 
 def with_dense_remainder(mask: Tensor, weight: Tensor) -> Tensor:

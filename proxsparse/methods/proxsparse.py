@@ -87,9 +87,9 @@ def learn_masks(
     loss_options = {name: getattr(options, name) for name in ("distill", "match_hidden", "compile")}
     loss = partial(training_loss, model, teacher=partial(dense, model, learned.values()), **loss_options)
     samples, stop = own_samples(batches, state), StopSignal()
-    with training(state, checkpoints, "learning the masks", stop) as (end_step, update):
+    with training(state, checkpoints, "learning the masks", stop) as end_step:
         while not state.complete and not stop.number:
-            end_step(train_step(state, samples, loss, compute_dtype, update))
+            end_step(train_step(state, samples, loss, compute_dtype))
         masks = state.masks()  # within the block, which restores the signals if this fails
 
     magnitude = {name: nm_mask(layer.pretrained.abs(), layer.pattern).cpu() for name, layer in learned.items()}

@@ -6,14 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-from torch import Tensor, nn
-
 from proxsparse.errors import InputError
 from proxsparse.methods.pruned import Pruned
-from proxsparse.methods.walk import Batches, prune_layers_
-from proxsparse.models.layers import prunable_layers
-from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.methods.walk import prune_layers_
 
 
 @dataclass(frozen=True)
@@ -129,31 +124,3 @@ def get_method(name: str, what: str = "method") -> Method:
     if name not in _methods:
         raise InputError(f"{what} {name!r}: no such method; choose from {', '.join(list_methods())}")
     return _methods[name]
-
-
-@torch.no_grad()
-def compute_masks(
-    chosen: Method,
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    batches: Batches,
-    patterns: dict[str, NMPattern],
-) -> dict[str, Tensor]:
-    """The masks of a method with its defaults, if possible without weight update; restores the weights."""
-    options = {name: False for name in chosen.options if name == "update_weights"}
-    weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
-    try:
-        return chosen.prune(model, layers, batches, patterns, **options).masks
-    finally:
-        for name, layer in layers.items():
-            layer.weight.copy_(weights[name])
-
-
-def layers_and_patterns(
-    model: nn.Module, pattern: PatternLike | dict, include: list[str] | None, exclude: list[str] | None
-) -> tuple[dict[str, nn.Linear], dict[str, NMPattern]]:
-    """The layers to prune and the pattern of each, in model order. Raises InputError as `models.prunable_layers`."""
-    layers = prunable_layers(model, pattern, include, exclude)
-    if not isinstance(pattern, dict):
-        return layers, dict.fromkeys(layers, NMPattern.parse(pattern))
-    return layers, {name: NMPattern.parse(pattern[name]) for name in layers}

@@ -1,5 +1,8 @@
 """SparseGPT: prunes column by column; the remaining columns are updated to compensate the error."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +10,8 @@ from proxsparse.errors import InputError, require
 from proxsparse.methods.registry import register_layer_method
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
+
+REMEDY = "use more calibration samples or increase damping"
 
 
 class InputGram:
@@ -72,7 +77,7 @@ def prune_sparsegpt(
     dead = hessian.diagonal() == 0  # features that are 0 in every token
     updated[:, dead] = 0
     hessian.diagonal()[dead] = 1
-    factor = inverse_factor(hessian, damping, "use more calibration samples or increase damping")
+    factor = inverse_factor(hessian, damping)
     mask = torch.zeros_like(updated, dtype=torch.bool)
     chunk = max(chunk - chunk % pattern.m, pattern.m)  # whole blocks
     for start in range(0, updated.shape[1], chunk):
@@ -82,19 +87,23 @@ def prune_sparsegpt(
     return mask, updated if update_weights else None
 
 
-def inverse_factor(hessian: Tensor, damping: float, remedy: str) -> Tensor:
+def inverse_factor(hessian: Tensor, damping: float, remedy: str = REMEDY) -> Tensor:
     """U, upper triangular with U^T U = (H + damping * mean(diag H) * I)^-1.
 
     Raises InputError, with the remedy, if this matrix is not positive definite.
     """
     hessian.diagonal().add_(damping * hessian.diagonal().mean())
+    with positive_definite(f"damping={damping}", remedy):
+        return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+
+
+@contextmanager
+def positive_definite(settings: str, remedy: str = REMEDY) -> Iterator[None]:
+    """In the block a matrix without a Cholesky decomposition is an InputError with the settings and the remedy."""
     try:
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-        return torch.linalg.cholesky(inverse, upper=True)
+        yield
     except torch.linalg.LinAlgError as error:
-        raise InputError(
-            f"the Hessian of the inputs is not positive definite with damping={damping}; {remedy}"
-        ) from error
+        raise InputError(f"the Hessian of the inputs is not positive definite with {settings}; {remedy}") from error
 
 
 def prune_chunk_(weight: Tensor, factor: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:

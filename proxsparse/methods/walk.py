@@ -22,9 +22,11 @@ from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.io.mask_files import pack_mask, unpack_mask
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.checks import check_finite, evaluating
+from proxsparse.models.feature_norms import make_hook
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.snap import masked
 from proxsparse.patterns import NMPattern
+from proxsparse.runtime.device import full_precision
 from proxsparse.runtime.progress import phase
 
 Batches = Sequence[Batch]
@@ -92,11 +94,6 @@ def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None
     weight = layer.weight if new_weight is None else new_weight.to(layer.weight)
     layer.weight.copy_(masked(weight, mask))
     return mask.cpu()
-
-
-def full_precision(tensor: Tensor):
-    """Disables autocast on the tensor's device: a Hessian in bfloat16 would be too inaccurate."""
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 @dataclass(frozen=True)
@@ -212,16 +209,6 @@ def describe_unreached(unreached: list[str], names: list[str]) -> str:
         f"{name}: the decoder block does not call this layer by itself, so it has no calibration inputs; leave it "
         f"dense with --exclude {re.sub(r'([.][0-9]+)+$', '', outer).rpartition('.')[2]}"
     )
-
-
-def make_hook(statistics) -> Callable:
-    """A forward pre-hook that adds the inputs of a layer to the statistics."""
-
-    def hook(layer: nn.Module, args: tuple) -> None:
-        with full_precision(args[0]):
-            statistics.add(args[0].flatten(0, -2))
-
-    return hook
 
 
 class _Captured(Exception):

@@ -1,7 +1,21 @@
-"""The norms of the inputs of a layer."""
+"""Statistics of the inputs of a layer: the hook that adds them, and their norms."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from proxsparse.runtime.device import full_precision
+
+
+def make_hook(statistics) -> Callable:
+    """A forward pre-hook that adds the inputs of a layer to the statistics."""
+
+    def hook(layer: nn.Module, args: tuple) -> None:
+        with full_precision(args[0]):
+            statistics.add(args[0].flatten(0, -2))
+
+    return hook
 
 
 class FeatureNorms:

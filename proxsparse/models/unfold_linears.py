@@ -14,23 +14,14 @@ from torch import Tensor, nn
 
 def unfold_linears_(model: nn.Module) -> nn.Module:
     """Replaces every Conv1D and all fused experts by nn.Linear layers, in place; returns the model."""
-    for name, module in list(model.named_modules()):
-        unfolded = TransposedLinear(module) if is_conv1d(module) else SplitExperts(module) if is_fused(module) else None
-        if unfolded is not None:
-            model.set_submodule(name, unfolded.train(module.training))
-    return model
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether the module is transformers' Conv1D, which stores W^T."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, Conv1D)
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Whether the module has the fused experts of a mixture, which transformers marks with these attributes."""
-    return {"has_gate", "has_bias", "is_transposed"} <= vars(module).keys()
+    for name, module in list(model.named_modules()):
+        fused = {"has_gate", "has_bias", "is_transposed"} <= vars(module).keys()  # transformers marks them so
+        if fused or isinstance(module, Conv1D):
+            unfolded = SplitExperts(module) if fused else TransposedLinear(module)
+            model.set_submodule(name, unfolded.train(module.training))
+    return model
 
 
 def unfolded_layers(model: nn.Module) -> set[nn.Linear]:

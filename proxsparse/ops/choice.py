@@ -67,15 +67,11 @@ def supported_kernel(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
             continue
         if kernel.supports(x, values, *scales) is None:
             return kernel
-        if reason := reason_at_any_size(kernel, x, values, *scales):
+        easy_x = x.new_empty(1, 1).expand(EASY_ROWS, EASY_SIZE)
+        easy_values = values.new_empty(1, 1).expand(EASY_SIZE, EASY_SIZE // 2)
+        if reason := kernel.supports(easy_x, easy_values, *scales):  # not only this size
             warn_fallback("sparse_linear", backend, reason)
     return get_kernel("sparse_linear", REFERENCE)
-
-
-def reason_at_any_size(kernel: Kernel, x: Tensor, values: Tensor, *scales: Tensor) -> str | None:
-    """Why the kernel does not even support an easy size; None if it only does not support this size."""
-    easy_x = x.new_empty(1, 1).expand(EASY_ROWS, EASY_SIZE)
-    return kernel.supports(easy_x, values.new_empty(1, 1).expand(EASY_SIZE, EASY_SIZE // 2), *scales)
 
 
 def order(device: torch.device, dtype: torch.dtype | str, rows: int, shape: tuple[int, int]) -> list[str]:

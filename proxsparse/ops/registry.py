@@ -57,11 +57,6 @@ def register_kernel(op: str, backend: str, supports: Callable[..., str | None], 
     return add
 
 
-def list_ops() -> list[str]:
-    """The names of all ops."""
-    return sorted(_kernels)
-
-
 def list_backends(op: str | None = None) -> list[str]:
     """The backends that have a kernel for `op`, or for any op; in alphabetical order, the reference last."""
     names = _kernels[op] if op else set().union(*_kernels.values())

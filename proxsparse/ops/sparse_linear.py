@@ -56,11 +56,6 @@ def _sparse_linear_fake(x, values, indices, bias, prepared, backend, scales=None
     return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
-def flops(x_shape, values_shape, *_others, **_named) -> int:
-    """For FlopCounterMode: those of the dense product, so that packed and dense models can be compared."""
-    return 2 * math.prod(x_shape) * values_shape[0]
-
-
 def _save_weight(ctx, inputs: tuple, output: Tensor) -> None:
     x, values, indices, _bias, _prepared, _backend, scales, ctx.m = inputs
     ctx.in_features = x.shape[-1]
@@ -117,7 +112,7 @@ def direct(
     """`sparse_linear` without the dispatcher of torch, which takes longer than the product of a small layer.
 
     None if the chosen kernel cannot do this, or if the call needs the dispatcher: for autograd, autocast, a subclass of
-    Tensor, a mode (fake tensors, counting of flops, tracing, vmap), a conversion to contiguous memory, or an error
+    Tensor, a mode (fake tensors, tracing, vmap), a conversion to contiguous memory, or an error
     message. Not for code that torch.compile traces.
     """
     if type(x) is not Tensor or not x.is_cpu or x.dtype != (values if scales is None else scales).dtype:
@@ -153,9 +148,9 @@ def as_rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
-def pad_rows(x: Tensor, step: int) -> Tensor:
-    """Pads x with rows of zeros to a multiple of `step`; returns x itself if no rows are missing."""
-    missing = -len(x) % step
+def pad_rows(x: Tensor) -> Tensor:
+    """Pads x with rows of zeros to a multiple of 8; returns x itself if no rows are missing."""
+    missing = -len(x) % 8
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 

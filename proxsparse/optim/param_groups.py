@@ -205,12 +205,3 @@ def prox_step(strengths: list[tuple[dict, float]]) -> None:
         prox_nm_list_([local(parameter) for parameter in parameters], list(parameters.values()), pattern)
     for group, _ in strengths:
         group["prox_step"] += 1
-
-
-def describe(title: str, groups: list[dict]) -> str:
-    """The `repr` of an optimizer, a line for each group."""
-    lines, keys = [title], [key for key in ("lr", *SETTINGS) if key != "prox_skip"]
-    for i, group in enumerate(groups):
-        shown = [f"{key}={group[key]}" for key in keys if key in group]
-        lines.append(f"  group {i}: {len(group['params'])} parameters, {', '.join(shown)}")
-    return "\n".join([*lines, ")"])

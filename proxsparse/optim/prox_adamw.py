@@ -134,11 +134,6 @@ class ProxAdamW(Optimizer):
                 state = entries.state
                 self.state[parameter] = self._loaded_state(parameter, state) if isinstance(parameter, Tensor) else state
 
-    def __repr__(self) -> str:
-        return param_groups.describe(
-            f"ProxAdamW({', '.join(f'{name}={getattr(self, name)}' for name in SETUP)}", self.param_groups
-        )
-
     def add_param_group(self, param_group: dict) -> None:
         """As in any optimizer; raises ValueError for a group that is not supported, and does not add it."""
         super().add_param_group(param_group)
@@ -186,36 +181,12 @@ class ProxAdamW(Optimizer):
         for group, (lr, reg_lambda) in zip(self.param_groups, settings, strict=True):
             steps |= self._steps_of_group(group, number, lr, reg_lambda)
             number += len(group["params"])
-        self._run(steps)
+        if steps:  # in few launches on a GPU
+            adamw_prox_list_(*zip(*steps.values(), strict=True))
+            torch._foreach_add_([self.state[parameter]["step"] for parameter in steps], 1)
         for group, (lr, _) in zip(self.param_groups, settings, strict=True):
             group["prox_step"] += 1 if lr else 0
         return loss
-
-    @torch.no_grad()
-    def step_parameter(self, parameter: Tensor) -> None:
-        """The step of one parameter that is alone in its group, for use during the backward pass.
-
-        Calling it for every parameter, in any order, is bit-identical to `step()`.
-
-        Raises:
-            RuntimeError: a CUDA graph is being captured, as in `step`.
-            ValueError: the group has other parameters, which would share its `prox_step`.
-        """
-        param_groups.check_not_capturing(self)
-        number = 0
-        for group in self.param_groups:
-            if any(parameter is other for other in group["params"]):
-                break
-            number += len(group["params"])
-        if len(group["params"]) != 1:
-            raise ValueError(
-                f"parameter of shape {list(parameter.shape)}: step_parameter needs a param group with one parameter, "
-                f"but this group has {len(group['params'])}"
-            )
-        check_gradient(parameter)
-        lr, reg_lambda = lr_and_lambda(group)
-        self._run(self._steps_of_group(group, number, lr, reg_lambda))
-        group["prox_step"] += 1 if lr else 0
 
     def prepare_state(self, parameter: Tensor, frozen: bool | None = None) -> dict:
         """The state of the parameter, with missing entries added: before a step, or for loading a checkpoint into it.
@@ -266,12 +237,6 @@ class ProxAdamW(Optimizer):
         settings = {key: group[key] for key in ("betas", "eps", "weight_decay", "pattern", "frozen_eps")}
         seed = call_seed(group["seed"], number, step) if stochastic else None
         return tensors | settings | prox | {"step": step, "lr": lr, "seed": seed}
-
-    def _run(self, steps: dict[Tensor, tuple[dict, Masked | None]]) -> None:
-        """Takes the steps, in few launches on a GPU, and counts them."""
-        if steps:
-            adamw_prox_list_(*zip(*steps.values(), strict=True))
-            torch._foreach_add_([self.state[parameter]["step"] for parameter in steps], 1)
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.master_weights and parameter.dtype in (torch.bfloat16, torch.float16)

@@ -97,9 +97,6 @@ class ProxOptimizer(Optimizer):
         self.base_optimizer.register_load_state_dict_pre_hook(param_groups.complete_state)
         super().__setstate__({})
 
-    def __repr__(self) -> str:
-        return param_groups.describe(f"ProxOptimizer({type(self.base_optimizer).__name__}", self.param_groups)
-
     def add_param_group(self, param_group: dict) -> None:
         """As in the base; raises ValueError for a group that the prox does not support, and does not add it."""
         own = "reg_lambda" in param_group

@@ -179,7 +179,7 @@ def solve_1m(z: Tensor, reg_lambda: float) -> Tensor:
     return best
 
 
-def solve_nm(z: Tensor, reg_lambda: float, n: int, max_sweeps: int = 500) -> Tensor:
+def solve_nm(z: Tensor, reg_lambda: float, n: int) -> Tensor:
     """Prox of sorted N:M blocks for any n: coordinate descent for every support S = n ... m; the best result.
 
     The sweeps w_i <- max(z_i - lambda * e_n(w without i), 0) start at the symmetric point xbar that solves
@@ -197,7 +197,7 @@ def solve_nm(z: Tensor, reg_lambda: float, n: int, max_sweeps: int = 500) -> Ten
         else:
             start = torch.minimum(symmetric_point(top, reg_lambda, n), top)
         w = list(start.unbind(-1))
-        for _ in range(max_sweeps):
+        for _ in range(500):
             before = torch.stack(w, dim=-1)
             for i in range(support):
                 others = torch.stack(w[:i] + w[i + 1 :], dim=-1)

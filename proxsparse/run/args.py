@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-from proxsparse.allocations.registry import Allocation
 from proxsparse.errors import InputError
 from proxsparse.methods import Method
 from proxsparse.patterns import NMPattern
@@ -191,7 +190,7 @@ class RunArgs:
         named |= {"finetune": True, **vars(self.tuning)} if self.tuning else {}
         return {name: value for name, value in named.items() if name not in HIDDEN[self.command]}
 
-    def options_of(self, row: Method | Allocation) -> dict:
+    def options_of(self, row: Method) -> dict:
         """The values of the options of a method or an allocation."""
         return {name: getattr(self.options, name) for name in row.options}
 

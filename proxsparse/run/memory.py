@@ -29,24 +29,14 @@ SMALLER = (  # section and flags that need less memory, in the order in which th
     ("hardware", {"precision": "bf16"}),
     ("training", {"gradient_checkpointing": True}),
     ("hardware", {"pretrained_weights": "disk"}),
-    ("training", {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}),
 )
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
 Items = dict[str, float]  # what -> bytes
 
 
-def memory(args: RunArgs, devices: int = 1) -> dict[str, Items]:
-    """The peak memory of one of N devices, of its process on the host (rank zero), and of the disk.
-
-    Returns:
-        device (if it is not the CPU), host, disk -> item -> bytes, at the moment of the run when this place is fullest.
-    """
-    return Plan(args).memory(devices)
-
-
 class Plan:
-    """The sizes of a model and a run, and the formulas; see `memory`."""
+    """The sizes of a model and a run, and the formulas."""
 
     def __init__(self, args: RunArgs):
         model, self.file_dtype = meta_model(args.model.model)
@@ -72,9 +62,8 @@ class Plan:
         self.weights, self.blocks = numel(model.parameters()), [numel(block.parameters()) for block in blocks]
         self.layers = [layer.weight.numel() for layer in layers.values()]
         self.prunable, vectors = sum(self.layers), numel(p for p in model.parameters() if p.ndim == 1)
-        learned = {"prunable": self.prunable, "all": self.weights, "kept": self.prunable + vectors, "norms": vectors}
-        options = self.options
-        self.learned = learned[options.train if self.finetune else "prunable" if options.masked else "all"]
+        learned = {"prunable": self.prunable, "all": self.weights, "kept": self.prunable + vectors}
+        self.learned = learned["kept" if self.finetune else "prunable" if self.options.masked else "all"]
 
     def masked_size(self, devices: int) -> int:
         """Bytes per pruned weight of the model, and of its gradient, see `training.learnable_layer`."""
@@ -94,8 +83,12 @@ class Plan:
         cast = self.autocast and self.masked_size(devices) > self.compute
         return self.tokens * a_token + (self.compute * max(self.blocks) if cast else 0)
 
-    def memory(self, devices: int) -> dict[str, Items]:
-        """See the function `memory`."""
+    def memory(self, devices: int = 1) -> dict[str, Items]:
+        """The peak memory of one of N devices, of its process on the host (rank zero), and of the disk.
+
+        Returns:
+            device (if it is not the CPU), host, disk -> item -> bytes, at the moment when this place is fullest.
+        """
         options, hardware = self.options, self.args.hardware
         w, f, mine, several = self.dtype.itemsize, self.file_dtype.itemsize, 1 / devices, devices > 1
         masks, keep = self.prunable * mine, hardware.pretrained_weights or "cpu"
@@ -117,8 +110,7 @@ class Plan:
             # FSDP2 gathers a block while another computes, and sends the gradients of a block from a copy
             "gathered": several * w * (4 * max(self.blocks) + outside),
         }
-        at_once = self.blocks if options.compile else self.layers  # compiled, a block computes all its gradients first
-        gradients = m * (max(at_once) if options.step_in_backward else self.learned * mine)
+        gradients = m * self.learned * mine
         kept = w * self.tokens * self.hidden if options.gradient_checkpointing else self.block_bytes(devices)
         # logits, their gradient in parts and as a whole, and the teacher's; log p, log q and their gradients in fp32
         logits = self.compute * (3 + (options.distill > 0)) * self.tokens * self.vocabulary

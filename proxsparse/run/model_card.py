@@ -36,14 +36,14 @@ LICENCE = "The licence and the limitations of the pretrained model apply."
 def card_text(result: dict) -> str:
     """The model card of a pruned model. `result`: the content of its result.json."""
     base, pattern, method = result.get("base_model") or result["model"], result["pattern"], result["method"]
-    already, updated, trained = result.get("already_pruned"), result.get("updated"), result["config"].get("train")
+    already, updated = result.get("already_pruned"), result.get("updated")
     given = "those of the given model" if already else "the pretrained ones"
     name, others = f"with {method}", f"All other parameters are {given}."
     how = f"The mask was chosen by `{method}` ({result.get('paper')})."
     if method == "proxsparse":
         name, how = "with ProxSparse", "The mask was learned by ProxSparse (ICML 2025)."
-    if trained:
-        held = f"trained while the mask was held (`--train {trained}`)."
+    if method == "finetune" or result["config"].get("finetune"):
+        held = "trained while the mask was held."
         name = "and fine-tuned" if method == "finetune" else f"{name} and fine-tuned"
         how = f"It is {result['model']}, {held}" if method == "finetune" else f"{how} Then the model was {held}"
         others = f"Norms and biases were trained too; all other parameters are {given}."
@@ -53,8 +53,6 @@ def card_text(result: dict) -> str:
         pattern = ", ".join(sorted(counts))
         kept_share = ", ".join(f"{number(count)} x {each}" for each, count in sorted(counts.items()))
     kept = "have new values" if updated else f"are {given}, unchanged"
-    if trained == "norms":
-        kept = "were not trained"
     if already:
         kept += f" ({number(already)} of these layers were {pattern} before the run)"
     steps = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if "steps" in result else ""

@@ -9,7 +9,7 @@ import typing
 from pathlib import Path
 from types import SimpleNamespace
 
-from proxsparse.allocations.registry import UNIFORM, get_allocation, list_allocations
+from proxsparse.allocations.registry import ALLOCATIONS, UNIFORM, get_allocation
 from proxsparse.errors import InputError
 from proxsparse.io.yaml_files import read_yaml
 from proxsparse.methods import get_method, list_methods
@@ -170,10 +170,8 @@ def prune_parser(method: str | None, allocation: str, finetune: bool = False) ->
     )
     parser.add_argument("--list", action="store_true", default=argparse.SUPPRESS, help="print the methods, and exit")
     add_flag(parser, "method", str, f"one of: {', '.join(list_methods())}")
-    names = ", ".join(list_allocations())
-    add_flag(
-        parser, "allocation", str, f"how N:M of each decoder block is chosen; one of: {names} (default: {UNIFORM})"
-    )
+    what = f"how N:M of each decoder block is chosen; one of: {', '.join(ALLOCATIONS)} (default: {UNIFORM})"
+    add_flag(parser, "allocation", str, what)
     add_flag(
         parser,
         "finetune",

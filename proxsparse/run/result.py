@@ -4,7 +4,6 @@ import collections
 import math
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,13 +46,12 @@ def perplexity_of(
         return lambda model, name: None
     source = args.eval_data
     tokens = evaluation_tokens(on_rank_zero(lambda: evaluation_text(source, text_field=text_field)), tokenizer)
-    where, bos = window_bos(model, tokenizer, args.eval_bos, "eval_bos")
+    window_bos(model, tokenizer, args.eval_bos, "eval_bos")
     window = on_rank_zero(lambda: fit_window(model, args.eval_seq_len, args.window, "eval_seq_len", len(tokens)))
 
     def measure(model: nn.Module, name: str) -> Perplexity:
         title = f"perplexity of the {'fine-tuned' if name == 'finetune' else name} model"
-        score = perplexity(model, tokens, window, args.eval_max_windows, autocast_dtype, title, bos)
-        return replace(score, bos=where)
+        return perplexity(model, tokenizer, tokens, window, args.eval_max_windows, args.eval_bos, autocast_dtype, title)
 
     return measure
 

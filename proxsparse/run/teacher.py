@@ -12,14 +12,7 @@ from proxsparse.runtime.sharding import shard_and_move_
 
 
 def load_teacher(name: str, model: nn.Module, within_node: bool) -> nn.Module:
-    """The teacher of the model, on its device, sharded like it."""
-    teacher, weight = read_teacher(name, model), next(model.parameters())
-    shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node)
-    return teacher
-
-
-def read_teacher(name: str, model: nn.Module) -> nn.Module:
-    """The teacher of the model, on the CPU.
+    """The teacher of the model, on its device, sharded like it.
 
     Raises:
         InputError: it cannot be loaded, or has another vocabulary.
@@ -27,6 +20,8 @@ def read_teacher(name: str, model: nn.Module) -> nn.Module:
     with named_teacher():
         teacher, _ = load_model(name)
     refuse_other_vocabulary(model, teacher, f"--teacher {name}")
+    weight = next(model.parameters())
+    shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node)
     return teacher
 
 

@@ -72,6 +72,11 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
         ) from error
 
 
+def full_precision(tensor: torch.Tensor) -> torch.autocast:
+    """Disables autocast on the tensor's device: a Hessian in bfloat16 would be too inaccurate."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of autocast on the device within `autocast`; None outside."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

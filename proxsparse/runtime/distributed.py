@@ -88,18 +88,13 @@ def is_rank_zero() -> bool:
     return rank() == 0
 
 
-def thread_group() -> dist.ProcessGroup | None:
-    """A process group for a thread besides the main one, on the CPU; None without a process group.
-
-    All processes must call it.
-    """
-    return group_beside(dist.group.WORLD) if dist.is_initialized() else None
-
-
 @cache
-def group_beside(_world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same processes, made once."""
-    return dist.new_group(backend="gloo", timeout=TIMEOUT)
+def thread_group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A second group of the processes in `world`, for a thread besides the main one; made once, on the CPU.
+
+    All processes must call it. `world`: `torch.distributed.group.WORLD`; None: there is no process group.
+    """
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if world else None
 
 
 def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

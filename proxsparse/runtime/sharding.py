@@ -5,14 +5,13 @@ moments need no communication.
 """
 
 import math
-import os
 from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from proxsparse.runtime.distributed import is_rank_zero, world_size
+from proxsparse.runtime.distributed import is_rank_zero, local_world_size, world_size
 from proxsparse.runtime.progress import phase
 
 # ---------------------------------------------------------------------------------------------- shards
@@ -25,7 +24,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def device_mesh(device: torch.device, within_node: bool) -> dist.DeviceMesh:
     """All processes in one dimension; with HSDP in two: copies across nodes, shards within a node."""
-    shards = int(os.environ["LOCAL_WORLD_SIZE"]) if within_node else world_size()
+    shards = local_world_size() if within_node else world_size()
     sizes, names = (world_size() // shards, shards), ("copies", "shards")
     flat = shards == world_size()
     return dist.init_device_mesh(device.type, sizes[flat:], mesh_dim_names=names[flat:])
@@ -68,16 +67,12 @@ def shard_and_move_(
                 module.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided
                 module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
             for name, weight in loaded.items():
-                pretrained[name] = copy_to(local_rows(model.get_parameter(name), weight), keep, device)
+                rows = local_rows(model.get_parameter(name), weight)
+                pretrained[name] = rows if keep == "disk" else rows.to(device if keep == "device" else "cpu", copy=True)
             placed |= own.keys()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     return {name: pretrained[name] for name, _ in model.named_parameters()}
-
-
-def copy_to(weight: Tensor, where: str, device: torch.device) -> Tensor:
-    """A copy of the weight on the device or the CPU; for "disk" the weight itself."""
-    return weight if where == "disk" else weight.to(device if where == "device" else "cpu", copy=True)
 
 
 def local_rows(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ def training(
     title: str,
     stop: StopSignal,
     teacher: nn.Module | None = None,
-) -> Iterator[tuple[Callable[[dict], None], Callable[[bool], float | Tensor]]]:
+) -> Iterator[Callable[[dict], None]]:
     """The surroundings of a training loop: modes, log, checkpoints, signals.
 
     Args:
@@ -41,8 +40,7 @@ def training(
         stop: defers SIGINT and SIGTERM, also after the block, unless it fails.
         teacher: another model that computes in the loop, compiled with --compile.
     Yields:
-        `end_step(row)`, which logs a step, observes it and saves a checkpoint if it is due; and `update`, see
-        `updating`.
+        `end_step(row)`, which logs a step, observes it and saves a checkpoint if it is due.
     """
     if checkpoints:
         distributed.on_rank_zero(lambda: state.require_space(checkpoints))
@@ -52,7 +50,6 @@ def training(
         evaluating(state.model),  # restores the train/eval modes at the end
         compiled_blocks(*filter(None, (state.model, teacher))) if state.options.compile else nullcontext(),
         RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log,
-        updating(state) as update,
     ):
         last_save = time.monotonic()
 
@@ -71,10 +68,12 @@ def training(
                 last_save = time.monotonic()
 
         recomputes = any(getattr(module, "gradient_checkpointing", False) for module in state.model.modules())
-        start_training(state.model, state.options.gradient_checkpointing)
+        state.model.train()
+        if state.options.gradient_checkpointing:
+            switch_checkpointing(state.model, "enable", {"use_reentrant": False})
         stop.defer()
         try:
-            yield end_step, update
+            yield end_step
             if checkpoints:
                 checkpoints.wait()
         except BaseException as error:
@@ -95,7 +94,6 @@ def train_step(
     samples: Iterator[Batch],
     loss_of_batch: Callable[[Batch], Tensor],
     compute_dtype: torch.dtype | None,
-    update: Callable[[bool], float | Tensor],
 ) -> dict[str, float | Tensor]:
     """One optimizer step: forward and backward passes, the base step, the prox. Returns its figures for the log.
 
@@ -104,14 +102,13 @@ def train_step(
     Args:
         samples: the batches of this process, see `own_samples`.
         compute_dtype: autocast dtype of the forward pass; None: no autocast.
-        update: from `updating`.
     """
     micro_batches = list(itertools.islice(samples, state.options.gradient_accumulation_steps))
     factor = lr_factor(state.step, state.steps, state.options)
     set_rates_(state.optimizer, factor)
     logged = state.logged
     loss = backward(state.model, micro_batches, compute_dtype, loss_of_batch, logged)
-    norm = update(logged)
+    norm = update_all(state, logged)
     state.count_(micro_batches)
     rate = max(group["lr"] for group in state.optimizer.param_groups)
     return ({"loss": loss} if logged else {}) | {"learning_rate": rate, "grad_norm": norm}
@@ -139,13 +136,6 @@ def own_samples(batches: Sequence[Batch], state: TrainState) -> Iterator[Batch]:
     order = endless_order(len(batches), state.options.seed)
     own = itertools.islice(order, state.batches + distributed.rank(), None, world_size())
     return (add_labels(batches[index]) for index in own)
-
-
-def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
-    """Sets training mode and enables gradient checkpointing."""
-    model.train()
-    if gradient_checkpointing:
-        switch_checkpointing(model, "enable", {"use_reentrant": False})
 
 
 def switch_checkpointing(model: nn.Module, action: str, *settings: dict) -> None:
@@ -177,7 +167,7 @@ def backward(
         with autocast(model.device, compute_dtype):
             batch_loss = loss_of_batch(batch) * (count / all_predicted)
         (part,) = distributed.all_reduce_sum([batch_loss.item()]) if read else (0.0,)
-        if not math.isfinite(part):  # checked before the backward pass, which may update the weights
+        if not math.isfinite(part):
             with torch.compiler.set_stance("force_eager"), autocast(model.device, compute_dtype):
                 where = first_not_finite(model, batch["input_ids"])
             raise InputError(
@@ -194,45 +184,6 @@ def backward(
     return loss
 
 
-@contextmanager
-def updating(state: TrainState) -> Iterator[Callable[[bool], float | Tensor]]:
-    """Yields `update(read)`: the base step, then the prox, of every weight.
-
-    It returns the norm of all gradients before clipping. With `read` that is a number, and an error if not finite. With
-    step_in_backward the backward pass updates each weight and frees its gradient as soon as the gradient is computed.
-    Then `update` only returns the norm, and its error comes after the update.
-    """
-    if not state.options.step_in_backward:
-        yield partial(update_all, state)
-        return
-    layers = {id(layer.layer.weight): layer for layer in state.layers.values()}
-    parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
-    squares: list[Tensor] = []
-
-    def update_one(parameter: Tensor) -> None:
-        layer = layers.get(id(parameter))
-        if layer:
-            layer.take_gradient_()
-        weight = layer.weight if layer else parameter
-        squares.append(sharding.local(weight.grad).float().square().sum())
-        state.optimizer.step_parameter(weight)
-        weight.grad = None
-        if layer and weight not in state.optimizer.masked:
-            layer.remask_()
-
-    def norm(read: bool) -> float | Tensor:
-        square = sharding.sum_of_shards(torch.stack(squares).sum(), parameters[0])
-        squares.clear()
-        return read_norm(state, square.sqrt()) if read else not_read(state, square.sqrt())
-
-    handles = [parameter.register_post_accumulate_grad_hook(update_one) for parameter in parameters]
-    try:
-        yield norm
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def update_all(state: TrainState, read: bool) -> float | Tensor:
     """The base step, then the prox, of every weight. Returns the norm of all gradients before clipping.
 
@@ -242,7 +193,10 @@ def update_all(state: TrainState, read: bool) -> float | Tensor:
     for layer in state.layers.values():
         layer.take_gradient_()
     norm = clip_gradients_(list(weights_of(state.optimizer).values()), state.options.max_grad_norm or math.inf)
-    norm = read_norm(state, norm) if read else not_read(state, norm)
+    if read:
+        norm = read_norm(state, norm)
+    else:
+        state.norms_not_read = state.norms_not_read + norm
     state.optimizer.step()
     state.optimizer.zero_grad()
     for layer in state.layers.values():
@@ -258,12 +212,6 @@ def clip_gradients_(weights: list[Tensor], max_norm: float) -> Tensor:
     norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32))
     norm = sharding.sum_of_shards(norms.square().sum(), weights[0]).sqrt()
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp_max(1.0))
-    return norm
-
-
-def not_read(state: TrainState, norm: Tensor) -> Tensor:
-    """The norm of the gradient, which is checked when the next one is read."""
-    state.norms_not_read = state.norms_not_read + norm
     return norm
 
 

@@ -76,8 +76,6 @@ class MaskMonitor:
             self.snapshots.append((step, mask))
         return row
 
-    finished = False  # mask learning never stops early
-
     def tensors(self) -> dict[str, Tensor]:
         """Name in a checkpoint -> tensor."""
         return {"monitor.mask": self.mask, "monitor.snapshots": torch.stack([mask for _, mask in self.snapshots])}

@@ -83,11 +83,6 @@ class LoopOptions:
     compile: bool = flag(
         False, "torch.compile of the decoder blocks and the loss; needs a C++ compiler, on a GPU triton", "hardware"
     )
-    step_in_backward: bool = flag(
-        False,
-        "update each weight as soon as its gradient is computed, then free the gradient; needs --max_grad_norm 0",
-        "hardware",
-    )
     save_minutes: float | None = flag(
         None,
         f"minutes between checkpoints, default {SAVE_MINUTES}; 0: only when the run is stopped; a complete run removes "
@@ -115,11 +110,6 @@ class LoopOptions:
         if self.save_steps is not None and self.save_minutes is not None:
             raise InputError(
                 f"--save_steps {self.save_steps} and --save_minutes {self.save_minutes:g} exclude each other; give one"
-            )
-        if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
-            raise InputError(
-                f"--step_in_backward: needs --max_grad_norm 0 (not {self.max_grad_norm:g}) and "
-                f"--gradient_accumulation_steps 1 (not {self.gradient_accumulation_steps})"
             )
 
 
@@ -194,46 +184,19 @@ class LearningOptions(LoopOptions):
         return self
 
 
-TRAINED = {  # --train -> what is trained, and the default learning rate
-    "kept": ("the kept weights, norms and biases", 3e-4),
-    "norms": ("only the norms and biases", 2e-3),
-}
-
-
 @dataclass
 class FinetuneOptions(LoopOptions):
     """Options of `proxsparse finetune` in addition to those of every run."""
 
-    train: str = flag(
-        "kept", "; ".join(f"{name}: {what}" for name, (what, _) in TRAINED.items()), choices=tuple(TRAINED)
-    )
     held_out: int = flag(
         0, "samples that are held out to choose the best weights; 0: none, the last weights are kept", valid=AT_LEAST_0
     )
     evals: int = flag(10, "number of measurements of the held-out loss", valid=AT_LEAST_1)
-    patience: int = flag(
-        0,
-        "stop after this number of measurements in a row without a new minimum; 0: never, because the loss may rise "
-        "first, and fall only when the learning rate does",
-        valid=AT_LEAST_0,
-    )
     distill: float = flag(0.5, "weight of the distillation from the teacher in the loss, 0 to 1", valid=SHARE)
-    learning_rate: float | None = flag(
-        None,
-        "learning rate after the warm-up; default: "
-        + ", ".join(f"{rate:g} for {name}" for name, (_, rate) in TRAINED.items()),
-        valid=POSITIVE,
-    )
+    learning_rate: float = flag(3e-4, "learning rate after the warm-up", valid=POSITIVE)
 
     def check(self) -> "FinetuneOptions":
-        """Fills in the defaults and returns itself.
-
-        Raises:
-            InputError: an option is out of range or incompatible with another one.
-        """
+        """Returns itself. Raises InputError if an option is out of range or incompatible with another one."""
         check_fields(self)
-        self.learning_rate = TRAINED[self.train][1] if self.learning_rate is None else self.learning_rate
         self.check_loop()
-        if self.patience and self.held_out == 0:
-            raise InputError(f"--patience {self.patience}: needs held-out samples; set --held_out to at least 1")
         return self

@@ -1,6 +1,7 @@
 """Scaling of the weights by their input activations, so that their size measures their effect on the output."""
 
 import math
+from contextlib import ExitStack
 from itertools import islice
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
 from proxsparse.models.checks import check_finite, evaluating
-from proxsparse.models.feature_norms import FeatureNorms
+from proxsparse.models.feature_norms import FeatureNorms, make_hook
 from proxsparse.runtime.distributed import all_reduce_sum_, shard_items, world_size
 from proxsparse.runtime.progress import phase
 from proxsparse.runtime.sharding import local, mean_of_shards
@@ -37,25 +38,14 @@ def activation_scaling(
         if not math.isfinite(mean_of_shards(local(layer.weight).float().abs(), layer.weight)):
             raise InputError(f"{name}: its weights contain NaN or infinity; use an undamaged copy of the model")
     found = {name: FeatureNorms(layer, local(layer.weight).device) for name, layer in layers.items()}
-    counted = True  # False for a sample that another process counts
-
-    def accumulate(norms: FeatureNorms):
-        def hook(_module, inputs):
-            if counted:
-                norms.add(inputs[0].detach().flatten(0, -2))
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(accumulate(found[name])) for name, layer in layers.items()]
-    try:
-        inputs = list(islice(single_samples(batches), samples))
-        with evaluating(model), phase("measuring the input activations", len(inputs), "sample") as current:
-            for ids, counted in shard_items(inputs):  # noqa: B007 the hooks read it
+    inputs = list(islice(single_samples(batches), samples))
+    with evaluating(model), phase("measuring the input activations", len(inputs), "sample") as current:
+        for ids, counted in shard_items(inputs):
+            with ExitStack() as hooks:
+                for name, layer in layers.items() if counted else ():  # another process counts the other samples
+                    hooks.enter_context(layer.register_forward_pre_hook(make_hook(found[name])))
                 model(input_ids=ids.to(model.device), use_cache=False)
-                current.step(world_size())
-    finally:
-        for handle in handles:
-            handle.remove()
+            current.step(world_size())
     for name, norms in found.items():
         check_finite(name, all_reduce_sum_(norms.sums))
     return {name: normalized_scale(layers[name].weight, norms.norms().float()) for name, norms in found.items()}

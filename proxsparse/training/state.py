@@ -16,7 +16,7 @@ from proxsparse.optim import ProxAdamW
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import free_memory
 from proxsparse.runtime.distributed import all_gather, world_size
-from proxsparse.training.early_stopping import EarlyStopping
+from proxsparse.training.best_weights import BestWeights
 from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
 from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import weights_of
@@ -37,7 +37,7 @@ class TrainState:
     options: LoopOptions
     steps: int
     optimizer: ProxAdamW
-    observer: MaskMonitor | EarlyStopping
+    observer: MaskMonitor | BestWeights
     step: int = 0  # finished steps
     batches: int = 0  # batches used by all processes
     tokens: int = 0
@@ -48,7 +48,7 @@ class TrainState:
     @property
     def complete(self) -> bool:
         """Whether there is no step left to do."""
-        return self.step == self.steps or self.observer.finished
+        return self.step == self.steps
 
     @property
     def logged(self) -> bool:
@@ -58,11 +58,6 @@ class TrainState:
         """
         step = self.step + 1
         return step % math.ceil(self.steps / LOG_POINTS) == 0 or step == self.steps or self.observer.measures(step)
-
-    def remask_(self) -> None:
-        """Applies the current masks to the weights of masked layers."""
-        for layer in self.layers.values():
-            layer.remask_()
 
     def count_(self, micro_batches: Iterable[dict[str, Tensor]]) -> None:
         """Updates the counters after a step."""
@@ -115,7 +110,8 @@ class TrainState:
             checkpoints.remove({*checkpoints.steps()} - {*older[-limit:]})
 
         checkpoints.wait()  # frees the copy of the last one
-        tensors = self.tensors() | random_states(self.model.device)
+        generators = random_generators(self.model.device)  # their states: uint8 [world size, bytes]
+        tensors = self.tensors() | {f"random.{kind}": all_gather(get()) for kind, (get, _) in generators.items()}
         in_thread = self.model.device.type != "cpu" and copy_fits(tensors)
         checkpoints.save(f"step-{step}", tensors, self.facts(), remove_others, in_thread=in_thread)
 
@@ -134,7 +130,8 @@ class TrainState:
             group |= {key: values[key] for key in OF_A_GROUP}
         for key in COUNTERS:
             setattr(self, key, facts[key])
-        self.remask_()
+        for layer in self.layers.values():
+            layer.remask_()
 
     def require_space(self, checkpoints: Checkpoints) -> None:
         """Raises InputError if the disk cannot hold --save_total_limit checkpoints and the one being written."""
@@ -157,11 +154,6 @@ def random_generators(device: torch.device) -> dict[str, tuple]:
     if device.type == "cuda":
         found["cuda"] = partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
     return found
-
-
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Name in a checkpoint -> the states of a random number generator, uint8 [world size, bytes]."""
-    return {f"random.{kind}": all_gather(get()) for kind, (get, _) in random_generators(device).items()}
 
 
 def copy_fits(tensors: dict[str, Tensor]) -> bool:

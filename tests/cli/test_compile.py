@@ -39,7 +39,7 @@ def graphs():
     [
         ("train --distill 0.5 --match_hidden 1", 4),
         ("train --distill 0.5 --packing false --per_device_train_batch_size 2 --gradient_checkpointing", 8),
-        ("train --objective paper --step_in_backward --max_grad_norm 0", 2),
+        ("train --objective paper", 2),
         ("finetune --distill 0.5 --held_out 2", 5),
     ],
 )

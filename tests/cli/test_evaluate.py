@@ -156,8 +156,8 @@ def test_what_was_measured_before_an_interruption_is_kept(tiny_llama, text_file,
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    results = iter([evaluate.measured, interrupted])
-    monkeypatch.setattr(evaluate, "measured", lambda *arguments: next(results)(*arguments))
+    results = iter([evaluate.perplexity, interrupted])
+    monkeypatch.setattr(evaluate, "perplexity", lambda *arguments: next(results)(*arguments))
     with pytest.raises(KeyboardInterrupt):
         score(tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--json", tmp_path / "scores.jsonl")
     assert [row["data"] for row in rows_in(tmp_path / "scores.jsonl")] == [str(text_file)]

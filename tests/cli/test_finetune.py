@@ -12,9 +12,8 @@ from tiny_models import save_tiny_model, tiny_model
 from proxsparse import NMPattern, pack, prune
 from proxsparse.finetune import main
 from proxsparse.io.mask_files import load_masks
-from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
-from proxsparse.training.early_stopping import EarlyStopping
+from proxsparse.training.best_weights import BestWeights
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -83,14 +82,12 @@ def test_whole_job(tune, pruned, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "trains"),
     [
-        (["--train", "norms"], {"norm"}),
         (["--precision", "bf16"], {"norm", "proj"}),
         (["--precision", "bf16", "--master_weights", "--distill", "0"], {"norm", "proj"}),
         (["--distill", "1", "--gradient_accumulation_steps", "2", "--gradient_checkpointing"], {"norm", "proj"}),
-        (["--step_in_backward", "--max_grad_norm", "0", "--held_out", "0"], {"norm", "proj"}),
         (["--weight_decay", "0.1", "--per_device_train_batch_size", "2", "--packing"], {"norm", "proj"}),
     ],
-    ids=["norms", "bf16", "master", "distill", "backward", "decay"],
+    ids=["bf16", "master", "distill", "decay"],
 )
 def test_options(flags, trains, tune, pruned, tmp_path):
     tune("run", "--learning_rate", "0.01", "--held_out", "0", *flags)  # the last weights, even if they are worse
@@ -100,27 +97,17 @@ def test_options(flags, trains, tune, pruned, tmp_path):
     assert kinds == trains
 
 
-def test_a_step_in_the_backward_pass_is_the_same_step(tune, tmp_path):
-    """Pruned weights are held in both, so the losses are those of N:M models."""
-    flags = ["--max_grad_norm", "0", "--learning_rate", "0.01"]
-    after = tune("after", *flags)
-    within = tune("within", *flags, "--step_in_backward")
-    assert within["held_out"] == after["held_out"]
-    assert not changed(tmp_path / "after", tmp_path / "within")
-
-
-def test_norms_leave_the_layers_as_they_are(tune, pruned, text_file, tmp_path):
-    """Linear weights that are not trained keep all bits of the file, also if the run computes in bf16."""
+def test_embeddings_keep_all_bits(tune, pruned, tmp_path):
+    """Those of a file in fp32, also if the run computes in bf16."""
     model, tokenizer = load_model(str(pruned), torch.float32)
     with torch.no_grad():
-        for layer in prunable_layers(model).values():
-            layer.weight *= 1 + 2**-12
+        model.get_input_embeddings().weight *= 1 + 2**-12
     model.save_pretrained(tmp_path / "fp32")
     tokenizer.save_pretrained(tmp_path / "fp32")
-    flags = ["--train", "norms", "--precision", "bf16", "--learning_rate", "0.01", "--distill", "0"]
-    tune("run", *flags, model=tmp_path / "fp32")
-    assert all("norm" in name for name in changed(tmp_path / "fp32", tmp_path / "run"))
-    assert "were not trained" in (tmp_path / "run" / "README.md").read_text()
+    tune("run", "--precision", "bf16", "--learning_rate", "0.01", "--distill", "0", model=tmp_path / "fp32")
+    names = changed(tmp_path / "fp32", tmp_path / "run")
+    assert UP in names
+    assert not any("embed" in name or "lm_head" in name for name in names)
 
 
 def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, tmp_path):
@@ -134,20 +121,19 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     assert tuned["patterns"] == json.loads((tmp_path / "owl" / "result.json").read_text())["patterns"]
 
 
-def test_the_best_weights_are_kept_and_training_stops_early(tune, pruned, monkeypatch, tmp_path):
+def test_the_best_weights_are_kept(tune, pruned, monkeypatch, tmp_path):
     weight, losses = torch.zeros(3), iter([3.0, 1.0, 2.0, 1.5, 0.5])
-    stopping = EarlyStopping(lambda: next(losses), {"w": weight}, every=2, last=100, patience=2)
+    best = BestWeights(lambda: next(losses), {"w": weight}, every=2, last=100)
     for step in range(1, 9):
         weight.fill_(step)
-        assert stopping.observe(step).keys() == ({"held_out_loss"} if step % 2 == 0 else set())
-        assert stopping.finished == (step == 8)
-    stopping.take_best_()
+        assert best.observe(step).keys() == ({"held_out_loss"} if step % 2 == 0 else set())
+    best.take_best_()
     assert weight.tolist() == [4, 4, 4]
-    assert (stopping.best_step, stopping.best_loss) == (4, 1.0)
+    assert (best.best_step, best.best_loss) == (4, 1.0)
     worse = iter(range(100))
     monkeypatch.setattr("proxsparse.methods.finetune.held_out_loss", lambda *_: float(next(worse)))
-    result = tune("run", "--evals", "6", "--patience", "2")
-    assert (result["status"], result["steps"], result["held_out"]["best_step"]) == ("complete", 2, 0)
+    result = tune("run", "--evals", "6")
+    assert (result["status"], result["steps"], result["held_out"]["best_step"]) == ("complete", 6, 0)
     assert not changed(tmp_path / "run", pruned)
 
 
@@ -170,5 +156,5 @@ def test_prune_and_finetune_in_one_command_equal_the_two_commands(text_file, tmp
     assert (first["steps"], first["updated"]) == (second["steps"], True)
     card = (one / "README.md").read_text()
     assert "with admm and fine-tuned" in card
-    assert "Then the model was trained while the mask was held (`--train kept`)." in card
+    assert "Then the model was trained while the mask was held." in card
     assert main(list(map(str, [one, *data, "--output_dir", tmp_path / "again"]))) == 0  # finds its teacher

@@ -17,8 +17,8 @@ from commands import QUICK, refused
 from proxsparse import __main__, env, evaluate, finetune, pack, prune, report, train
 from proxsparse._start import COMMANDS
 from proxsparse.errors import BROKEN_PIPE, InputError, run_command
+from proxsparse.ops import registry
 from proxsparse.ops.backends import cpp
-from proxsparse.ops.registry import list_ops
 from proxsparse.run.folder import progress_in_errors
 from proxsparse.runtime import distributed
 from proxsparse.runtime.command import command_line
@@ -134,7 +134,7 @@ def test_the_same_command_is_recommended_only_where_it_helps(error, helps, tmp_p
 def test_env_names_versions_compilers_backends_and_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing; remedy: apt install g++")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert env.TYPICAL_ARGUMENTS.keys() == {*list_ops()} - {"sparse_linear"}
+    assert env.TYPICAL_ARGUMENTS.keys() == {*registry._kernels} - {"sparse_linear"}
     assert env.main([]) == 0
     printed = capsys.readouterr().out
     for words in (f"torch {version('torch')}", "Python 3.", "transformers ", "triton ", "CUDA ", "ROCm ", "nvcc "):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from tiny_models import save_tiny_model
 
 from proxsparse import train
-from proxsparse.allocations.registry import get_allocation, list_allocations
+from proxsparse.allocations.registry import ALLOCATIONS
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.methods import get_method, list_methods
 from proxsparse.prune import main
@@ -76,7 +76,7 @@ def test_a_run_is_repeated_from_its_config(prune, tmp_path):
     assert "damping: 0.5" in (tmp_path / "other" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", list_allocations())
+@pytest.mark.parametrize("name", ALLOCATIONS)
 def test_allocations(name, prune, tiny_llama, tmp_path, capsys):
     flags = ["--target_flops", "0.8"] if name == "sensitivity" else ["--pattern", "4:8"]
     result = prune("run", "--method", "wanda", "--allocation", name, *flags)
@@ -176,14 +176,14 @@ def test_the_list_has_every_method_and_allocation(capsys):
     for name in list_methods():
         assert listed[name] == [words[get_method(name).needs_data], words[get_method(name).updates_weights]]
         assert get_method(name).paper in printed
-    for name in list_allocations():
-        assert listed[name][0] == words[get_allocation(name).needs_data]
+    for name in ALLOCATIONS:
+        assert listed[name][0] == words[ALLOCATIONS[name].needs_data]
     assert "train --help" in printed
 
 
-@pytest.mark.parametrize("row", [*map(get_method, list_methods()), *map(get_allocation, list_allocations())])
+@pytest.mark.parametrize("row", [*map(get_method, list_methods()), *ALLOCATIONS.values()])
 def test_help_describes_every_option(row, capsys):
-    choice = "--allocation" if row.name in list_allocations() else "--method"
+    choice = "--allocation" if row.name in ALLOCATIONS else "--method"
     with pytest.raises(SystemExit):
         main([choice, row.name, "--help"])
     printed = capsys.readouterr().out
@@ -194,5 +194,5 @@ def test_no_option_hides_another_flag():
     """A method's seed is the shared flag; any other option with a shared or an allocation's name would be ambiguous."""
     options = {name for row in map(get_method, list_methods()) for name in row.options}
     assert options & set(SHARED) <= {"seed"}
-    for row in map(get_allocation, list_allocations()):
+    for row in ALLOCATIONS.values():
         assert not row.options.keys() & (options | set(SHARED))

@@ -181,7 +181,6 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --warmup_ratio 5", "--warmup_ratio 5"),
     ("train --num_train_epochs 1e308", "--num_train_epochs 1e+308: must be a number > 0, at most 1,000,000"),
     ("train --gradient_accumulation_steps 9999999999", "ion_steps 9999999999 .. --num_samples"),
-    ("train --step_in_backward", "--step_in_backward: needs --max_grad_norm 0"),
     ("train --save_steps 5 --save_minutes 5", "--save_steps 5 and --save_minutes 5 exclude each other; give one"),
     ("train --master_weights", "--master_weights: needs --precision bf16"),
     ("train --pattern 4:2", "--pattern .. 4:2 .. 1 <= n < m"),
@@ -195,8 +194,6 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --device cuda:7", "cuda:7 .. --device cpu"),
     ("train --device meta", "--device meta: not usable here .. --device cpu"),
     ("train --output_dir=", "--output_dir '': empty; give the name of a directory"),
-    ("finetune pruned --patience 3 --held_out 0", "--patience 3 .. set --held_out"),
-    ("finetune pruned --train all", "--train all .. kept, norms"),
     ("evaluate dense --seq_len 0", "--seq_len 0: must be at least 2"),
     ("evaluate dense --limit -3", "--limit -3: must be at least 1"),
     ("evaluate dense --max_windows 0", "--max_windows 0"),
@@ -405,11 +402,6 @@ def overflow(monkeypatch):
     ("call", "module", "message"),
     [
         ("train --objective paper", NORM, f"of {NORM}; lower --learning_rate"),
-        (
-            "train --objective paper --step_in_backward --max_grad_norm 0",
-            "model.norm",
-            "of model.norm; lower --learning_rate",
-        ),
         ("train --objective paper --gradient_accumulation_steps 4", NORM, f"of {NORM}; lower --learning_rate"),
         ("train", NORM, "model.layers.1.self_attn.q_proj: its calibration inputs .. damaged"),
         ("finetune pruned --distill 0", NORM, f"of {NORM}; lower --learning_rate"),

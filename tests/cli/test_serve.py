@@ -259,8 +259,8 @@ def test_folders_that_are_not_packed_models(folders, tmp_path, capsys):
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-10])
     (missing / "model.safetensors").unlink()
     for folder, words in {
-        dense: ["pruned, not packed", "proxsparse pack"],
-        unpruned: ["nothing to pack", "proxsparse prune"],
+        dense: ["is not packed", "proxsparse pack"],
+        unpruned: ["is not packed", "proxsparse prune"],
         cut: ["model.safetensors", "truncated", "download"],
         missing: ["model.safetensors is missing"],
         odd: ["a@b", "rename"],

@@ -10,8 +10,7 @@ from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.allocations.sensitivity import loss_costs
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
-from proxsparse.methods.walk import make_hook
-from proxsparse.models.feature_norms import FeatureNorms
+from proxsparse.models.feature_norms import FeatureNorms, make_hook
 from proxsparse.models.layers import prunable_layers
 from proxsparse.patterns import WINDOWED, NMPattern
 

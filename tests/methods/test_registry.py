@@ -9,13 +9,13 @@ from pruned import assert_pruned
 from tiny_models import MODELS, byte_tokenizer
 
 from proxsparse import prune_
-from proxsparse.allocations.registry import get_allocation, list_allocations
+from proxsparse.allocations.registry import ALLOCATIONS
 from proxsparse.errors import InputError
 from proxsparse.methods import get_method, list_methods, register_layer_method
 from proxsparse.models.layers import prunable_layers
 from proxsparse.training.options import LearningOptions
 
-ROWS = [*map(get_method, list_methods()), *map(get_allocation, list_allocations())]
+ROWS = [*map(get_method, list_methods()), *ALLOCATIONS.values()]
 # Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
 LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
 

@@ -42,11 +42,9 @@ def test_direct_has_the_bits_of_the_op(dtype, bits, shape):
     y.add_(1).relu_()
 
 
-def counted(layer, x):
-    with FlopCounterMode(display=False) as counter:
-        y = layer(x)
-    assert counter.get_total_flops() == 2 * 6 * 24 * 7
-    return y
+def with_dispatch_mode(layer, x):
+    with FlopCounterMode(display=False):
+        return layer(x)
 
 
 def with_autocast(layer, x):
@@ -83,7 +81,7 @@ def traced(layer, x):
 NEED_THE_DISPATCHER = {
     "autograd": with_gradient,
     "autocast": with_autocast,
-    "flop counter": counted,
+    "dispatch mode": with_dispatch_mode,
     "function mode": with_function_mode,
     "make_fx": traced,
     "vmap": lambda layer, x: torch.vmap(layer)(x),

@@ -212,18 +212,6 @@ def test_swapped_parameters_are_the_ones_that_step(make):
     assert old not in optimizer.state
 
 
-@pytest.mark.parametrize(
-    ("make", "first"),
-    [(prox_optimizer, "ProxOptimizer(AdamW"), (ProxAdamW, "ProxAdamW(moment_dtype=")],
-    ids=OPTIMIZERS,
-)
-def test_repr_is_one_line_a_group(make, first):
-    lines = repr(with_everything(make, tiny_model())).splitlines()
-    assert lines[0].startswith(first)
-    assert lines[2].startswith("  group 1: 3 parameters, lr=0.02, reg_lambda=0.3, pattern=2:4")
-    assert len(lines) == 4
-
-
 # ------------------------------------------------------------------------------------------- state
 
 
@@ -363,21 +351,19 @@ def test_an_invalid_lambda_of_a_group_is_refused_before_anything_moves(make, fac
     assert optimizer.param_groups[0]["prox_step"] == 1
 
 
-@pytest.mark.parametrize("what", [*OPTIMIZERS, "step_parameter"])
-def test_a_step_in_a_capture_is_refused_before_anything_changes(what, monkeypatch):
+@each_optimizer
+def test_a_step_in_a_capture_is_refused_before_anything_changes(make, monkeypatch):
     model = tiny_model()
-    groups = [{"params": [parameter]} for parameter in model.parameters()]
-    optimizer = OPTIMIZERS.get(what, ProxAdamW)(groups, reg_lambda=0.5)
-    step = optimizer.step if what in OPTIMIZERS else partial(optimizer.step_parameter, model[0].weight)
+    optimizer = make(model.parameters(), reg_lambda=0.5)
     loss_of(model).backward()
     before = weights(model) + [parameter.grad.clone() for parameter in model.parameters()]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     message = f"{type(optimizer).__name__}: step cannot be captured.*forward and backward"
     with pytest.raises(RuntimeError, match=message):
-        step()
+        optimizer.step()
     assert_same(before, weights(model) + [parameter.grad for parameter in model.parameters()])
     assert not optimizer.state
     assert all(group["prox_step"] == 0 for group in optimizer.param_groups)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    step()
+    optimizer.step()
     assert optimizer.state

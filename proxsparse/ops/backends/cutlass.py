@@ -140,7 +140,7 @@ def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | No
         bias = None if bias is None else aligned(bias)
         return _gemm(architecture, tile, values, metadata, x, bias, x.new_empty(rows, len(values)))
     # the kernel computes y^T for a multiple of 8 rows; the bias is added after y was rounded to bfloat16
-    x = pad_rows(x, 8)
+    x = pad_rows(x)
     y = _gemm(architecture, tile, values, metadata, x, None, x.new_empty(len(values), len(x)))[:, :rows].t()
     return y.contiguous() if bias is None else torch.add(y, bias, out=x.new_empty(rows, len(values)))
 

@@ -1,4 +1,4 @@
-"""Early stopping: the loss on samples that are not trained on, and the weights with the smallest one."""
+"""The weights with the smallest loss on samples that are not trained on."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class EarlyStopping:
+class BestWeights:
     """Measures the held-out loss at the start and every `every` steps, and keeps a copy of the best weights.
 
     Args:
@@ -15,14 +15,10 @@ class EarlyStopping:
         weights: name -> the weights that are trained.
         every: steps between measurements; the last step is always measured.
         last: the last step.
-        patience: the training stops after this number of measurements in a row without a new minimum; 0: it never
-            stops early.
     """
 
-    def __init__(
-        self, measure: Callable[[], float] | None, weights: dict[str, Tensor], every: int, last: int, patience: int
-    ):
-        self.measure, self.every, self.last, self.patience = measure, every, last, patience
+    def __init__(self, measure: Callable[[], float] | None, weights: dict[str, Tensor], every: int, last: int):
+        self.measure, self.every, self.last = measure, every, last
         self.weights = weights if measure else {}
         self.best = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.losses: list[list[float]] = []  # [step, held-out loss]
@@ -50,12 +46,6 @@ class EarlyStopping:
     def best_step(self) -> int:
         """The step of the smallest held-out loss."""
         return min(self.losses, key=lambda point: point[1])[0]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last `patience` measurements had no new minimum."""
-        since = [loss for step, loss in self.losses if step > self.best_step] if self.losses else []
-        return bool(self.patience) and len(since) >= self.patience
 
     def take_best_(self) -> None:
         """Replaces the weights by the best ones, if any were measured."""
