@@ -11,14 +11,12 @@ import pytest
 import step_operations
 import tiny_models
 import token_memory
-import torch
 from lib import common, measure, plots, shapes
 from pruned import prune_
 
 from proxsparse.ops import choice, registry
 from proxsparse.run.args import RECIPE_NAMES
 
-CPU = torch.device("cpu")
 ROOT = Path(common.__file__).parents[1]
 COMMITTED = {path.stem: common.read_rows(path) for path in (ROOT / "results").glob("*.jsonl")}
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))

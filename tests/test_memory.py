@@ -126,10 +126,7 @@ def test_a_model_without_a_config_is_refused_in_one_line():
 @pytest.mark.parametrize(
     ("share", "message"),
     [
-        (
-            0.8,
-            r"GB on the host, where 1\.\d\d GB are free; with --per_device_train_batch_size 1 it needs 0\.\d\d GB",
-        ),
+        (0.8, r"GB on the host, where 1\.\d\d GB are free; with --per_device_train_batch_size 1 it needs 0\.\d\d GB"),
         (0.001, "use more devices with torchrun, or a smaller model; --plan lists"),
     ],
 )

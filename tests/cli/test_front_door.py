@@ -47,12 +47,7 @@ def test_help_lists_every_command_and_imports_no_torch():
     [
         (["--version"], 0, "proxsparse 0.", ""),
         ([], 0, "usage: proxsparse COMMAND", ""),
-        (
-            ["trian"],
-            2,
-            "",
-            f"error: trian: no such command; choose from {', '.join(COMMANDS)}\n",
-        ),
+        (["trian"], 2, "", f"error: trian: no such command; choose from {', '.join(COMMANDS)}\n"),
     ],
 )
 def test_version_and_an_unknown_command(arguments, code, out, err, monkeypatch, capsys):

@@ -15,7 +15,6 @@ from proxsparse.io.model_files import FROM_CLONE
 from proxsparse.io.output_folder import MARKER
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
-UP = "model.layers.0.mlp.up_proj"
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "masks.safetensors"}
 
 

@@ -82,20 +82,10 @@ def outcome(output_dir):
     tensors = load_file(output_dir / "masks.safetensors") | load_file(output_dir / "model.safetensors")
     bits = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
     metrics = output_dir / "metrics.jsonl"
-    rows = (
-        [json.loads(line) | {"seconds": None} for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    )
-    figures = (
-        "status",
-        "masks_sha256",
-        "perplexity",
-        "steps",
-        "tokens",
-        "mask_similarity",
-        "feasible_share",
-        "held_out",
-    )
-    return bits, rows, {name: result.get(name) for name in figures}
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    rows = [json.loads(line) | {"seconds": None} for line in lines]
+    names = "status", "masks_sha256", "perplexity", "steps", "tokens", "mask_similarity", "feasible_share", "held_out"
+    return bits, rows, {name: result.get(name) for name in names}
 
 
 @pytest.fixture(scope="module")

@@ -213,9 +213,7 @@ def test_swapped_parameters_are_the_ones_that_step(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "first"),
-    [(prox_optimizer, "ProxOptimizer(AdamW"), (ProxAdamW, "ProxAdamW(moment_dtype=")],
-    ids=OPTIMIZERS,
+    ("make", "first"), [(prox_optimizer, "ProxOptimizer(AdamW"), (ProxAdamW, "ProxAdamW(moment_dtype=")], ids=OPTIMIZERS
 )
 def test_repr_is_one_line_a_group(make, first):
     lines = repr(with_everything(make, tiny_model())).splitlines()
