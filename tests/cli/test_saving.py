@@ -9,15 +9,15 @@ import pytest
 import torch
 import transformers
 from commands import refused
+from pruned import tensors_of
 from safetensors.torch import load_file, save_file
 from tiny_models import COMMON, TINY, byte_tokenizer, save_tiny_model
 
 from proxsparse import apply, evaluate, finetune, pack, prune
 from proxsparse.errors import InputError
-from proxsparse.inference import convert
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
-from proxsparse.io.model_files import add_tensors, headers, refuse_quantized, weight_files
+from proxsparse.io.model_files import refuse_quantized, weight_files
 from proxsparse.models.loading import auto_class, load_model, save_model
 from proxsparse.models.matching import unused_tensors
 
@@ -109,11 +109,6 @@ def pruned(model, folder, *flags):
     return folder
 
 
-def tensors_of(folder):
-    """All tensors in the files of a checkpoint."""
-    return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
-
-
 def loaded(folder):
     """The model that transformers alone loads, with nothing missing, unexpected or mismatched, except mtp."""
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -172,21 +167,6 @@ def test_a_quantized_model_of_the_hub_is_refused_before_its_weights_are_download
     with pytest.raises(InputError, match="not dense: quant_method awq"):
         load_model("someone/tiny")
     assert asked == [["config.json"]]
-
-
-REFUSED = {
-    "t5": ([], "t5 is an encoder-decoder, not a causal decoder"),
-    "mllama": (["MllamaForCausalLM"], "only the text model"),
-}
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_a_class_that_would_lose_a_part_is_refused_in_one_line(model_type, tmp_path):
-    architectures, words = REFUSED[model_type]
-    config = {"model_type": model_type, "architectures": list(architectures)}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=f"{words}[^\n]*$"):
-        load_model(str(tmp_path))
 
 
 def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
@@ -266,6 +246,7 @@ def test_tensors_that_the_model_does_not_use_are_kept(tmp_path, text_file, capsy
     short = ["--num_samples", "2", "--seq_len", "16", "--eval_data", "none"]
     assert finetune.main([str(run), "--data", str(text_file), *short, "--output_dir", str(tuned)]) == 0
     assert pack.main([str(run), "--output_dir", str(packed)]) == 0
+    assert [file.name for file in weight_files(run)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     for folder in (run, tuned, packed):
         loaded(folder)
         found = tensors_of(folder)
@@ -340,14 +321,6 @@ def test_pack_takes_what_prune_wrote(model_type, tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_only_weights_must_be_finite(tmp_path):
-    save_file({"clamp": torch.tensor(torch.inf)}, tmp_path / "model.safetensors")
-    found = headers([tmp_path / "model.safetensors"])
-    assert dict(convert.pack_tensors(found, [], buffers=["clamp"])) == {"clamp": torch.tensor(torch.inf)}
-    with pytest.raises(ValueError, match="clamp contains NaN or infinity"):
-        list(convert.pack_tensors(found, []))
-
-
 def test_pack_says_why_a_layer_cannot_be_packed(tmp_path):
     run = pruned(save_new(tmp_path / "model", "mamba", **MAMBA), tmp_path / "run")
     with pytest.raises(ValueError, match=r"dt_proj: the module around it reads its weight .* exclude 'dt_proj'"):
@@ -378,12 +351,3 @@ def test_a_folder_that_does_not_fit_the_model_is_not_saved(words, tmp_path, monk
     (tmp_path / "scratch").mkdir()
     with pytest.raises(InputError, match=words):
         save_model(tmp_path / "scratch", model, tokenizer)
-
-
-def test_added_tensors_get_shards_of_their_own(tmp_path):
-    source = save_tiny_model("llama", tmp_path / "model")
-    save_file(MTP, tmp_path / "mtp.safetensors")
-    before = tensors_of(source)
-    add_tensors(source, headers([tmp_path / "mtp.safetensors"]))
-    assert [file.name for file in weight_files(source)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    assert tensors_of(source).keys() == before.keys() | MTP.keys()

@@ -6,18 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import transformers
-from pruned import packed_copy
 
 import proxsparse_autoload
 from proxsparse.integrations import transformers_quantizer
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The dense and the packed folder of a tiny llama in fp32."""
-    return packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32)
 
 
 def in_another_program(program, *arguments, **environment):

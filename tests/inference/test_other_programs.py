@@ -10,8 +10,6 @@ import time
 from importlib.util import find_spec
 
 import pytest
-import torch
-from pruned import packed_copy
 
 from proxsparse.evaluation import zero_shot
 from proxsparse.models.loading import load_model
@@ -28,12 +26,6 @@ doc_to_choice: "{{{{answers}}}}"
 doc_to_target: "{{{{label}}}}"
 metric_list: [{{metric: acc}}, {{metric: brier_score}}]
 """
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The dense and the packed folder of a tiny llama in fp32."""
-    return packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32)
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason=f"lm-eval is not installed; run: {zero_shot.INSTALL}")
