@@ -1,4 +1,4 @@
-"""The processes of test_trainer_fsdp2 and test_hold_masks: `main([JOB, FOLDER, NAME])` saves its results in FOLDER."""
+"""The processes of test_trainer_fsdp2: `main([JOB, FOLDER, NAME])` saves its results in FOLDER."""
 
 import os
 from pathlib import Path
@@ -114,7 +114,7 @@ def fine_tune(folder: Path, name: str, kind: type[Trainer] = Trainer, **settings
     settings |= {"weight_decay": 0.1, "max_grad_norm": 0.1, "save_strategy": "steps", "save_steps": STEP_OF_CHECKPOINT}
     result, checkpoint = [], None
     for _ in range(2):
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder / "pruned", dtype=torch.float32)
         names = [parameter for parameter, _ in model.named_parameters()]
         trainer = make_trainer(kind, model, folder / name, {"callbacks": [HoldMasksCallback()]}, settings)
         trainer.train(resume_from_checkpoint=checkpoint)
