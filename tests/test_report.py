@@ -15,6 +15,7 @@ from proxsparse.run.model_card import card_text
 from proxsparse.run.report import number, table, write_report
 from proxsparse.run.sections import shareable
 
+MARKED = json.dumps({"format": FORMAT, "run_id": "", "command": "train", "settings": {}})
 PLOTS = {"loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"}
 
 
@@ -201,8 +202,7 @@ def test_malformed_result_is_named(tmp_path, outcome, named):
 
 
 def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsys):
-    marker = {"format": FORMAT, "run_id": "", "command": "train", "settings": {}}
-    (tmp_path / MARKER).write_text(json.dumps(marker))
+    (tmp_path / MARKER).write_text(MARKED)
     for folder, reason in ((tmp_path, "metrics.jsonl"), (tmp_path / "absent", "not a folder")):
         monkeypatch.setattr(sys, "argv", ["report", str(folder)])
         assert run_command(main) == 2
@@ -210,6 +210,18 @@ def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["report", str(make_run(tmp_path, rows(2), result()))])
     assert run_command(main) == 0
     assert (tmp_path / "report.md").exists()
+
+
+def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "report.md").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(InputError, match=r"no \.proxsparse\.json in this folder, so no run wrote it"):
+        main([str(tmp_path)])
+    (tmp_path / MARKER).write_text(MARKED)
+    main([str(tmp_path)])
+    assert "Report of a run" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --resume_from_checkpoint runs/a/checkpoints/step-2", "step-2: must be .. last"),
     ("train --objective wanda", "--objective wanda .. masked"),
     ("train --precision fp16", "--precision fp16 .. bf16"),
+    ("train --model someone/unknown --plan", "'someone/unknown' .. give a folder with config.json"),
     ("train --recipe unheard-of", "unheard-of .. llama-2-7b"),
     ("train --config absent.yaml", "absent.yaml"),
     ("train --config c.yaml", "c.yaml .. lerning_rate"),

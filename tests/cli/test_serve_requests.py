@@ -221,4 +221,4 @@ def test_right_values_are_accepted(server):
     assert code == 200, answer
     assert send(server, "POST", "/v1/completions", {"prompt": "\ud800"})[0] == 400  # half of a character
     code, answer, _ = send(server, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 10**30, "temperature": 2})
-    assert (code, answer["usage"]["total_tokens"]) == (200, 128)
+    assert (code, answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (200, 128, "length")

@@ -31,11 +31,11 @@ from fuzz_loaders import (
 )
 from mutations import join_safetensors, lines_of, split_safetensors
 from safetensors.torch import load_file, save_file
-from test_report import result, rows
+from test_report import MARKED, result, rows
 
 from proxsparse import evaluate, pack, report, train
 from proxsparse.errors import InputError, run_command
-from proxsparse.io.output_folder import FORMAT, MARKER
+from proxsparse.io.output_folder import MARKER
 from proxsparse.models.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,8 +246,7 @@ def run_with(**changes):
     """A run's folder; `changes` of result.json are JSON texts, so that they need not be valid."""
     texts = {key: json.dumps(value) for key, value in result().items()} | changes
     text = "{" + ", ".join(f'"{key}": {value}' for key, value in texts.items()) + "}"
-    marker = json.dumps({"format": FORMAT, "run_id": "", "command": "train", "settings": {}})
-    return {"metrics.jsonl": lines_of(rows(3)), "result.json": text, MARKER: marker}
+    return {"metrics.jsonl": lines_of(rows(3)), "result.json": text, MARKER: MARKED}
 
 
 def packed_with(**entries):
