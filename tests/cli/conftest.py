@@ -1,7 +1,9 @@
 """A tiny model and a text file: with them a whole run takes a second."""
 
 import pytest
-from tiny_models import save_texts, save_tiny_model
+import torch
+from pruned import packed_copy
+from tiny_models import byte_tokenizer, save_texts, save_tiny_model
 
 from proxsparse import prune
 
@@ -25,3 +27,15 @@ def pruned_dir(tmp_path_factory, tiny_llama):
     flags = ["--method", "magnitude", "--model", str(tiny_llama), "--output_dir", str(folder), "--eval_data", "none"]
     assert prune.main(flags) == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The dense and the packed folder of a tiny llama in fp32, with a chat template."""
+    folders, tokenizer = packed_copy(tmp_path_factory.mktemp("served"), dtype=torch.float32), byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folders[1])
+    return folders

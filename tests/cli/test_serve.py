@@ -31,7 +31,6 @@ from live_server import (  # noqa: E402 (needs the packages above)
     answers_of,
     ask,
     client_of,
-    packed_with_template,
     send,
     serving,
     stream,
@@ -41,12 +40,6 @@ from proxsparse.integrations import transformers_batches  # noqa: E402
 
 POSITIONS = 128  # of the tiny model
 MESSAGES = [{"role": "user", "content": "hello"}]  # an answer that is whole characters: a stream drops half of one
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The dense and the packed folder of a tiny llama."""
-    return packed_with_template(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +138,8 @@ def test_an_adapter_is_served_also_after_a_failure(folders, expected, tmp_path, 
 
     monkeypatch.setattr(BackgroundThreadStatus, "record_fatal_error", record_later)
     monkeypatch.setattr(transformers_batches.Choices, "__call__", die)
-    with serving(
-        tmp_path / "log", folders[1], "--adapter", tmp_path / "adapter", traceback="in generation loop"
-    ) as client:
+    flags = ["--adapter", tmp_path / "adapter"]
+    with serving(tmp_path / "log", folders[1], *flags, traceback="in generation loop") as client:
         assert ask(client, "hello") == answer
         assert send(client, "POST", "/reset", {})[0] == 404
         with pytest.raises(openai.InternalServerError):

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-from live_server import answers_of, ask, packed_with_template, send, serving, stream
+from live_server import answers_of, ask, send, serving, stream
 from starlette.datastructures import Headers
 from transformers.cli.serving import chat_completion, completion, response
 from transformers.cli.serving import server as theirs
@@ -21,12 +21,6 @@ from proxsparse.integrations import transformers_requests, transformers_server
 PAGE = "https://chat.example.org"
 ANSWER_TOKENS = 20
 GREEDY = {"model": "packed", "max_tokens": 2, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The dense and the packed folder of a tiny llama."""
-    return packed_with_template(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 
 import pytest
+from task_files import needs_lm_eval
 
-from proxsparse.evaluation import zero_shot
 from proxsparse.models.loading import load_model
 
 pytestmark = pytest.mark.slow
@@ -28,7 +27,7 @@ metric_list: [{{metric: acc}}, {{metric: brier_score}}]
 """
 
 
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason=f"lm-eval is not installed; run: {zero_shot.INSTALL}")
+@needs_lm_eval
 def test_lm_eval_gives_the_scores_of_the_dense_model(folders, tmp_path):
     answers = [" red", " blue", " a deep green", " none of these"]
     rows = [{"question": f"Colour {n}?", "answers": answers, "label": n % 4} for n in range(20)]
