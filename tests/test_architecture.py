@@ -138,9 +138,7 @@ def test_an_optional_package_has_one_owner_and_the_core_needs_torch_only(path):
     owned = {package for package, owners in OWNERS.items() if place.startswith(tuple(owners.split()))}
     names, own = imported_names(path), layer(module_name(path))
     for package in OWNERS.keys() - owned:
-        assert not any(f"{name}.".startswith(f"{package}.") for name in names), (
-            f"{package} belongs to {OWNERS[package]}"
-        )
+        assert not any(f"{name}.".startswith(f"{package}.") for name in names), f"{package}: {OWNERS[package]}"
     foreign = {name.partition(".")[0] for name in names} - OURS - set(sys.stdlib_module_names) - {"torch"}
     if own == "device code" or own in TORCH_ONLY:
         assert foreign <= ({"triton"} if own == "device code" else owned)

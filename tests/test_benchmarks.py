@@ -83,10 +83,8 @@ def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "peak", lambda arguments: 10**9)
     model = tiny_models.save_tiny_model("llama", tmp_path / "model", hidden_size=64)
     for pattern, folder in (("2:4", tmp_path / "pruned"), ("6:8", tmp_path / "wider")):
-        for part in (
-            prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern),
-            tiny_models.byte_tokenizer(),
-        ):
+        pruned = prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern)
+        for part in (pruned, tiny_models.byte_tokenizer()):
             part.save_pretrained(folder)
     text = tiny_models.save_texts(tmp_path / "text.jsonl")
     flags = SMALL[name].format(model=model, text=text, folder=tmp_path)
@@ -220,9 +218,8 @@ def test_the_table_of_auto_holds_the_fastest_by_the_newest_row_of_each_backend(m
 
 
 def test_both_forms_of_a_random_model_have_the_same_weights():
-    dense, sparse = (
-        random_models.random_model("tiny", 3, torch.float32, torch.device("cpu"), form) for form in (False, True)
-    )
+    given = "tiny", 3, torch.float32, torch.device("cpu")
+    dense, sparse = (random_models.random_model(*given, form) for form in (False, True))
     packed = {name: layer for name, layer in sparse.named_modules() if isinstance(layer, SparseLinear)}
     assert len(packed) == 7 * 3
     assert all(torch.equal(layer.dense_weight(), dense.get_submodule(name).weight) for name, layer in packed.items())

@@ -74,9 +74,8 @@ def test_weights_of_the_dtype_of_autocast_stay_in_it():
     other, found = copy.deepcopy(layer), []
     for each, dtype in ((layer, torch.float32), (other, torch.bfloat16)):
         pretrained = {"a.weight": each.weight.detach().to(dtype, copy=True)}
-        (learned,) = make_learnable_layers(
-            {"a": each}, pretrained, {"a": scale}, {"a": PATTERN}, True, torch.bfloat16
-        ).values()
+        given = {"a": each}, pretrained, {"a": scale}, {"a": PATTERN}, True, torch.bfloat16
+        (learned,) = make_learnable_layers(*given).values()
         assert (each.weight.dtype, learned.weight.dtype) == (dtype, torch.float32)
         optimizer = ProxAdamW([learned.weight], lr=0.1, reg_lambda=0.01)
         for _ in range(3):

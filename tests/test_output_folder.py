@@ -85,9 +85,6 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path):
     assert not begin(tmp_path, resume=True).resumed
 
 
-# ---------------------------------------------------------------------------------------------- at the same time
-
-
 def test_a_second_run_is_refused_until_the_first_one_dies(tmp_path):
     final, ready = tmp_path / "run", FORK.Event()
 

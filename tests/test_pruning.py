@@ -316,10 +316,7 @@ REFUSALS = {
         "token ids from 1 to 5000, but the model has 260 tokens",
     ),
     "method": (prunes("wandb", TEXTS), "method 'wandb': no such method; choose from"),
-    "option": (
-        prunes("sparsegpt", TEXTS, dampng=0.1),
-        "method 'sparsegpt' has no option 'dampng'; its options: damping",
-    ),
+    "option": (prunes("sparsegpt", TEXTS, dampng=1), "method 'sparsegpt' has no option 'dampng'; its options: damping"),
     "type": (prunes("sparsegpt", TEXTS, damping="0.1"), "damping='0.1': must be of type"),
     "expression": (prunes("magnitude", include="mlp"), "include='mlp': must be of type list"),
     "seed": (prunes("wanda", TEXTS, seed=-1), "seed -1: must be between 0 and"),

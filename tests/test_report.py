@@ -44,12 +44,8 @@ def rows(steps=60):
 def result(**changes):
     return {
         **{"status": "complete", "version": "0.1.0", "model": "owner/tiny-1b", "data": "wikitext", "pattern": "2:4"},
-        **{
-            "method": "proxsparse",
-            "objective": "masked",
-            "command": "python -m proxsparse.train --model owner/tiny-1b",
-            "layers": 12,
-        },
+        **{"method": "proxsparse", "objective": "masked", "layers": 12},
+        "command": "python -m proxsparse.train --model owner/tiny-1b",
         **{"config": {"learning_rate": 1e-4, "output_dir": "out"}, "weights": 1234567, "steps": 60},
         **{"tokens": 3840, "seconds": 3725.0, "reg_lambda": {"min": 0.1, "max": 0.1}, "feasible_share": 0.9876},
         **{"magnitude_agreement": 0.8125, "masks_sha256": "ab12" * 16, "warnings": [], "peak_memory_bytes": 3 << 30},

@@ -109,7 +109,7 @@ def test_a_step_in_the_backward_pass_is_the_same_step(tune, tmp_path):
     assert not changed(tmp_path / "after", tmp_path / "within")
 
 
-def test_norms_leave_the_layers_as_they_are(tune, pruned, text_file, tmp_path):
+def test_norms_leave_the_layers_as_they_are(tune, pruned, tmp_path):
     """Linear weights that are not trained keep all bits of the file, also if the run computes in bf16."""
     model, tokenizer = load_model(str(pruned), torch.float32)
     with torch.no_grad():

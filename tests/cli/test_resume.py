@@ -236,7 +236,7 @@ def test_other_flags_are_refused_by_name(run, flags, words, stopped, capsys):
     refused(capsys, main, arguments, "is not empty", "--resume_from_checkpoint last")
 
 
-def test_flags_of_the_evaluation_may_differ(stopped, inputs, tmp_path):
+def test_flags_of_the_evaluation_may_differ(stopped, tmp_path):
     main, arguments = stopped("prune sparsegpt")
     assert main([*arguments, *RESUME, "--eval_max_windows", "1", "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "run" / "result.json").read_text())["perplexity"]["windows"] == 1

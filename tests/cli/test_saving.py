@@ -28,8 +28,9 @@ LORA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_h
 MAMBA = {"state_size": 8, "time_step_rank": 4}
 HEADS = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "head_dim": 8}
 VISION = {"num_hidden_layers": 1, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, **TINY}
-TEXT = COMMON | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+TEXT = COMMON | {"head_dim": 8, "rope_parameters": ROPE}
+MROPE = {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
 
@@ -267,13 +268,7 @@ COMPOSITE = {
         {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 64},
         {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 32},
     ),
-    "gemma3": (
-        {
-            "layer_types": KINDS,
-            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS},
-        },
-        {},
-    ),
+    "gemma3": ({"layer_types": KINDS, "rope_parameters": dict.fromkeys(KINDS, ROPE)}, {}),
     "qwen2_5_vl": (MROPE, {"hidden_size": 16, "num_heads": 2}),
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
     "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral"}),

@@ -30,9 +30,6 @@ def main(arguments: list[str]) -> None:
         dist.barrier()
 
 
-# ------------------------------------------------------------------------------------------- transformers.Trainer
-
-
 class MaskTrainer(ProxTrainerMixin, Trainer):
     pass
 
@@ -128,9 +125,6 @@ def fine_tune(folder: Path, name: str, kind: type[Trainer] = Trainer, **settings
 
 def fine_tune_on_fsdp2(folder: Path, name: str) -> None:
     fine_tune(folder, name, on_fsdp2(Trainer), fsdp=True)
-
-
-# ------------------------------------------------------------------------------------------- the optimizers
 
 
 class Ragged(nn.ModuleList):

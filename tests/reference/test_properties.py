@@ -92,9 +92,6 @@ def test_the_general_solver_obeys_the_same_laws(pattern):
     assert_laws(random_blocks(36, 0.7, m=pattern.m, n=pattern.n, seed=14), 0.7, pattern, sign=-1.0)
 
 
-# ------------------------------------------------------------------------------------------ penalties
-
-
 @given(problems(("2:4", "1:4", "2:6", "4:8")))
 def test_reg_is_the_sum_over_subsets(problem):
     """Reg_{N:M} = sum over blocks, over all subsets of n + 1 members, of the product of their magnitudes."""
