@@ -333,9 +333,7 @@ def test_added_groups_are_completed_and_checked(make):
     optimizer = make([model[0].weight], lr=0.1, reg_lambda=0.2)
     optimizer.add_param_group({"params": [model[2].weight], "pattern": "1:4"})
     assert optimizer.param_groups[1]["reg_lambda"] == 0.2
-    with pytest.raises(
-        ValueError, match=r"reg_lambda > 0, of shape \[3, 7\].*an even number .*reg_lambda=0"
-    ):
+    with pytest.raises(ValueError, match=r"reg_lambda > 0, of shape \[3, 7\].*an even number .*reg_lambda=0"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 7))]})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 7))], "reg_lambda": 0})
