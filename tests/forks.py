@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from functools import partial
 from pathlib import Path
@@ -87,7 +86,6 @@ def child(
     unmount=None,
     folders=None,
     at_rename=None,
-    die_after=None,
     in_thread=False,
 ) -> None:
     """The run itself; never returns."""
@@ -108,8 +106,6 @@ def child(
             before_rename(*at_rename)
         if in_thread:
             save_in_thread()
-        if die_after is not None:
-            threading.Timer(die_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if fill:
             before_call(*fill[:2], lambda: fill_disk(Path(fill[2])))
         if unmount:

@@ -1,6 +1,7 @@
 """Weights, layers and tiny models that are 2:4, what everything packed starts from; and how exact a product must be."""
 
 import torch
+from safetensors.torch import load_file
 from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
 from torch.nn.functional import linear
@@ -72,6 +73,12 @@ def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, **save_options
     pruned_model(name, dtype).save_pretrained(folder, **save_options)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tensors_of(folder):
+    """Every tensor of every model file of a folder."""
+    paths = [path for path in folder.glob("*.safetensors") if path.name != "masks.safetensors"]
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
 def assert_pruned(before, after, masks, patterns, updated=False):

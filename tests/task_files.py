@@ -2,8 +2,14 @@
 
 import gzip
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
+from proxsparse.evaluation.zero_shot import INSTALL
+
+needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason=f"lm-eval is not installed; run: {INSTALL}")
 QUESTIONS = ["What is wet?", "Which of these is a fruit?", "Where do fish live?", "Who flies?", "What burns?"]
 ANSWERS = ["the sea", "a pear", "in water of any kind", "birds and, now and then, a squirrel"]
 

@@ -12,27 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (ROOT / folder).rglob("*.py"))
 FILES.append(ROOT / "proxsparse_autoload.py")
 
-# Every module of the package; add a new one here.
-PLACES = {
-    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune pruning report serve train",
-    "allocations": "budget registry sensitivity",
-    "data": "batches calibration sources tokens",
-    "evaluation": "perplexity zero_shot",
-    "inference": "convert linear packable packed_checkpoint",
-    "integrations": "peft_lora transformers_batches transformers_quantizer transformers_requests transformers_server "
-    "transformers_trainer vllm_config vllm_linear vllm_plugin",
-    "io": "atomic checkpoints file_lock mask_files model_files output_folder text_table yaml_files",
-    "methods": "admm block_masks finetune gptq magnitude maskllm proxsparse pruned registry sparsegpt swap walk wanda",
-    "models": "checks feature_norms layers loading matching snap unfold_linears",
-    "ops": "adamw_prox adamw_prox_list choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
-    "ops/backends": "cpp cuda cutlass gemv triton",
-    "optim": "hold_masks param_groups prox_adamw prox_optimizer",
-    "reference": "adamw_prox mask pack prox quantize regularizers windows",
-    "run": "args folder job memory model_card parse report result sections teacher",
-    "runtime": "command device distributed progress sharding signals",
-    "training": "compiled best_weights held_layer learnable_layer log loop loss mask_monitor optimizer options "
-    "scaling state",
-}
 # Layers from the lowest to the highest: packages and single modules.
 LAYERS = {
     "base": "patterns errors io runtime reference _version _start",
@@ -139,12 +118,6 @@ def test_these_checks_see_known_imports_and_layers():
     assert set(SEES) == set(LAYERS)
 
 
-def test_every_module_has_its_place_and_every_place_its_module():
-    listed = {Path("proxsparse", folder, f"{name}.py") for folder in PLACES for name in PLACES[folder].split()}
-    found = {path.relative_to(ROOT) for path in (ROOT / "proxsparse").rglob("*.py") if path.name != "__init__.py"}
-    assert found == listed
-
-
 @each_file
 def test_imports_only_point_down(path):
     own = layer(module_name(path))
@@ -165,9 +138,7 @@ def test_an_optional_package_has_one_owner_and_the_core_needs_torch_only(path):
     owned = {package for package, owners in OWNERS.items() if place.startswith(tuple(owners.split()))}
     names, own = imported_names(path), layer(module_name(path))
     for package in OWNERS.keys() - owned:
-        assert not any(f"{name}.".startswith(f"{package}.") for name in names), (
-            f"{package} belongs to {OWNERS[package]}"
-        )
+        assert not any(f"{name}.".startswith(f"{package}.") for name in names), f"{package}: {OWNERS[package]}"
     foreign = {name.partition(".")[0] for name in names} - OURS - set(sys.stdlib_module_names) - {"torch"}
     if own == "device code" or own in TORCH_ONLY:
         assert foreign <= ({"triton"} if own == "device code" else owned)
@@ -186,12 +157,8 @@ def test_import_proxsparse_loads_torch_and_nothing_else():
 
 
 @each_file
-def test_a_module_says_what_it_is_and_has_no_star_import_and_no_bare_except(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree)
-    for node in ast.walk(tree):
-        assert not (isinstance(node, ast.ImportFrom) and node.names[0].name == "*"), f"line {node.lineno}: import *"
-        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"line {node.lineno}: bare except"
+def test_a_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(

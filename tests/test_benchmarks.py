@@ -3,8 +3,10 @@
 import importlib
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
+import linear_speed
 import plan_check
 import prox_speed
 import pytest
@@ -12,13 +14,14 @@ import step_operations
 import tiny_models
 import token_memory
 import torch
-from lib import common, measure, plots, shapes
+from lib import common, measure, plots, random_models, shapes
 from pruned import prune_
 
-from proxsparse.ops import choice, registry
+from proxsparse.inference.linear import SparseLinear
+from proxsparse.ops import choice, registry, unpack_nm
+from proxsparse.ops.registry import Kernel
 from proxsparse.run.args import RECIPE_NAMES
 
-CPU = torch.device("cpu")
 ROOT = Path(common.__file__).parents[1]
 COMMITTED = {path.stem: common.read_rows(path) for path in (ROOT / "results").glob("*.jsonl")}
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -80,10 +83,8 @@ def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "peak", lambda arguments: 10**9)
     model = tiny_models.save_tiny_model("llama", tmp_path / "model", hidden_size=64)
     for pattern, folder in (("2:4", tmp_path / "pruned"), ("6:8", tmp_path / "wider")):
-        for part in (
-            prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern),
-            tiny_models.byte_tokenizer(),
-        ):
+        pruned = prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern)
+        for part in (pruned, tiny_models.byte_tokenizer()):
             part.save_pretrained(folder)
     text = tiny_models.save_texts(tmp_path / "text.jsonl")
     flags = SMALL[name].format(model=model, text=text, folder=tmp_path)
@@ -141,7 +142,7 @@ def breaks(*arguments):
 
 def test_what_fails_gets_a_note(rows_of, monkeypatch, capsys):
     """A broken backend or case costs its own rows, and the exit code is 1."""
-    broken = registry.Kernel("cpp", breaks, supports=lambda *arguments: None)
+    broken = Kernel("cpp", breaks, supports=lambda *arguments: None)
     monkeypatch.setitem(registry._kernels, "prox_nm_", registry._kernels["prox_nm_"] | {"cpp": broken})
     flags = ["--shapes", "8x32", "--models", "--dtypes", "float32", "--lambdas", "1", "--slow_weights", "0"]
     assert prox_speed.main([*RANDOM.split(), *flags]) == 1
@@ -152,3 +153,77 @@ def test_what_fails_gets_a_note(rows_of, monkeypatch, capsys):
     monkeypatch.setattr(prox_speed, "benchmark", breaks)
     assert prox_speed.main([*RANDOM.split(), *flags]) == 1
     assert "failed: 8x32 in float32: RuntimeError: no such kernel" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- packed layers
+
+KERNELS = dict(registry._kernels["sparse_linear"])
+
+
+def only(monkeypatch, *others: Kernel) -> None:
+    """These kernels of sparse_linear and the reference are all there are."""
+    named = {kernel.backend: kernel for kernel in (KERNELS["reference"], *others)}
+    monkeypatch.setitem(registry._kernels, "sparse_linear", named)
+
+
+def new(run) -> Kernel:
+    return Kernel("new", run, supports=lambda x, values: None)
+
+
+def right(x, values, indices, bias, prepared):
+    return x @ unpack_nm(values, indices).T
+
+
+LAST = torch.tensor([-1])
+WRONG = {
+    "wrong: its error is": lambda *arguments: right(*arguments).index_put((LAST, LAST), torch.ones(1), accumulate=True),
+    "wrong: its error is nan": lambda *arguments: right(*arguments) * torch.nan,
+    "RuntimeError: no such kernel": breaks,
+}
+
+
+@pytest.mark.parametrize("note", WRONG)
+def test_a_wrong_backend_gets_a_note_and_no_time(note, rows_of, monkeypatch):
+    only(monkeypatch, new(WRONG[note]))
+    flags = "--bits 16 --shapes 16x64 --rows 1 7 --dtypes float32"
+    assert linear_speed.main(f"{RANDOM} {flags}".split()) == 1
+    notes = [row["note"] for row in rows_of("linear_speed") if row["backend"] == "new" and "p50_ms" not in row]
+    assert len(notes) == 2
+    assert all(found.startswith(note) for found in notes)
+
+
+def row(backend: str, ms: float, **others) -> dict:
+    """A row of linear_speed.jsonl."""
+    where = {"device": "a CPU", "torch": "2.13", "commit": "abc", "command": "python b.py", "when": "2026-01-02"}
+    point = {"device_kind": "cpu", "dtype": "float32", "weights": "8x16", "rows": 4, "state": "cold"}
+    return where | point | {"backend": backend, "p50_ms": ms, "times_dense": 1 / ms} | others
+
+
+def test_the_table_of_auto_holds_the_fastest_by_the_newest_row_of_each_backend(monkeypatch):
+    committed = linear_speed.choice_table(common.read_rows(common.results_file("linear_speed")))
+    assert json.loads(json.dumps(committed)) == json.loads(choice.MEASURED.read_text())
+    only(monkeypatch, *(replace(new(None), backend=name) for name in ("a", "b")))
+    rows = [
+        row("a", 1.0, when="2026-01-01", commit="old"),
+        *(row("a", 3.0), row("b", 2.0), row("reference", 4.0), row("dense", 0.1), row("b:prepared", 0.3)),
+        *(row("a", 5.0, rows=16), row("reference", 4.0, rows=16), row("gone", 1.0, rows=16)),
+        row("b", 9.0, rows=32, when="2026-01-01", times_dense=2.0),  # measured alone, on a busy machine
+        *(row("a", 5.0, rows=32, times_dense=1.5), row("reference", 8.0, rows=32, times_dense=0.9)),
+        row("a", 0.1, state="warm"),
+        {key: value for key, value in row("reference", 1.0).items() if key != "p50_ms"} | {"note": "wrong"},
+    ]
+    table = linear_speed.choice_table(rows)["cpu"]["float32"]
+    assert table["fastest"] == {"8x16": {"4": "b > a > reference", "16": "reference", "32": "b > a > reference"}}
+    assert table["measured"]["commit"] == "abc"
+
+
+def test_both_forms_of_a_random_model_have_the_same_weights():
+    given = "tiny", 3, torch.float32, torch.device("cpu")
+    dense, sparse = (random_models.random_model(*given, form) for form in (False, True))
+    packed = {name: layer for name, layer in sparse.named_modules() if isinstance(layer, SparseLinear)}
+    assert len(packed) == 7 * 3
+    assert all(torch.equal(layer.dense_weight(), dense.get_submodule(name).weight) for name, layer in packed.items())
+    tensors = [*dense.parameters(), *dense.buffers(), *sparse.parameters(), *sparse.buffers()]
+    assert not any(tensor.is_meta or tensor.isnan().any() for tensor in tensors)
+    tokens = torch.randint(260, (2, 9))
+    torch.testing.assert_close(sparse(tokens).logits, dense(tokens).logits)

@@ -208,6 +208,7 @@ def test_all_decoder_blocks_are_found(name):
         ("xlnet", {}, "not a causal decoder .attn_type is bi."),
         ("bart", {}, "bart is an encoder-decoder"),
         ("t5", {}, "t5 is an encoder-decoder"),
+        ("mllama", {"architectures": ["MllamaForCausalLM"]}, "only the text model"),
         ("bert", {"is_decoder": True}, None),
         ("gpt_neox", {}, None),  # its is_decoder is false and does nothing
     ],

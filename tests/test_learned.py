@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import json
 import math
 from functools import partial
 
@@ -18,6 +19,7 @@ from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.training import loop
 from proxsparse.training.learnable_layer import LearnableLayer, dense, make_learnable_layers
+from proxsparse.training.log import RunLog
 from proxsparse.training.loss import training_loss
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
 from proxsparse.training.optimizer import prox_adamw, weights_of
@@ -71,9 +73,8 @@ def test_weights_of_the_dtype_of_autocast_stay_in_it():
     other, found = copy.deepcopy(layer), []
     for each, dtype in ((layer, torch.float32), (other, torch.bfloat16)):
         pretrained = {"a.weight": each.weight.detach().to(dtype, copy=True)}
-        (learned,) = make_learnable_layers(
-            {"a": each}, pretrained, {"a": scale}, {"a": PATTERN}, True, torch.bfloat16
-        ).values()
+        given = {"a": each}, pretrained, {"a": scale}, {"a": PATTERN}, True, torch.bfloat16
+        (learned,) = make_learnable_layers(*given).values()
         assert (each.weight.dtype, learned.weight.dtype) == (dtype, torch.float32)
         optimizer = ProxAdamW([learned.weight], lr=0.1, reg_lambda=0.01)
         for _ in range(3):
@@ -249,3 +250,21 @@ def test_a_gradient_of_a_step_that_is_not_logged_is_refused_later(documents, mon
         loop.read_norm(state, row["grad_norm"])
     with pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):  # a step that is logged
         loop.train_step(state, samples, partial(training_loss, state.model), None)
+
+
+ROW = {"loss": 2.5, "learning_rate": 1e-3, "feasible_share": 0.25, "mask_change": 0.125}
+ROWS = [{"step": step, **ROW} for step in (1, 3)]
+
+
+def test_every_row_is_flushed_and_a_resumed_run_replaces_later_rows(tmp_path):
+    """metrics.jsonl has every finished step at any moment."""
+    for done in (0, 1):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": ' * done)  # of a killed process
+        with RunLog(tmp_path, done, 5, "2:4") as log:
+            for count, row in enumerate(ROWS[done:], done + 1):
+                log.step({"grad_norm": 1.0})  # a step that is not logged
+                log.step(row)
+                written = (tmp_path / "metrics.jsonl").read_text()
+                assert [json.loads(line) for line in written.splitlines()] == ROWS[:count], "flushed with every step"
+                assert written.endswith("\n")

@@ -118,18 +118,10 @@ def test_the_plan_is_printed_and_nothing_else_happens(main, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_model_without_a_config_is_refused_in_one_line():
-    with pytest.raises(InputError, match=r"'someone/unknown': .*; give a folder with config.json$"):
-        train.main(["--model", "someone/unknown", "--plan"])
-
-
 @pytest.mark.parametrize(
     ("share", "message"),
     [
-        (
-            0.8,
-            r"GB on the host, where 1\.\d\d GB are free; with --per_device_train_batch_size 1 it needs 0\.\d\d GB",
-        ),
+        (0.8, r"GB on the host, where 1\.\d\d GB are free; with --per_device_train_batch_size 1 it needs 0\.\d\d GB"),
         (0.001, "use more devices with torchrun, or a smaller model; --plan lists"),
     ],
 )

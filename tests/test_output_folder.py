@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import multiprocessing
 import os
 import socket
@@ -24,10 +23,6 @@ def begin(path, command="train", settings=None, **how):
         return folder
 
 
-def result_in(path, status="complete"):
-    (path / RESULT).write_text(json.dumps({"status": status}))
-
-
 DAMAGED = [b"", b"[]", b"\xff", b"{", b'{"format": "proxsparse-run-2"}', b"[" * 100_000]
 FOREIGN = ["notes.md", "config.yaml", "model.safetensors", "checkpoints", ".hidden"]
 REFUSED = [  # name and content of the file in the directory, message
@@ -44,32 +39,6 @@ def test_a_directory_that_is_not_of_a_run_is_refused_and_unchanged(name, content
     with pytest.raises(InputError, match=words):
         begin(tmp_path, resume=resume)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: content}
-
-
-def test_a_run_resumes_only_itself(tmp_path):
-    first = begin(tmp_path / "run")
-    assert not first.resumed
-    for how, words in (
-        ({}, "is not empty; choose another, or delete it; .* add --resume_from_checkpoint last"),
-        ({"resume": True, "settings": {"seed": 2}}, r"--seed 1 \(now 2\); give the same, or choose another"),
-        ({"resume": True, "command": "prune"}, r"the command proxsparse train \(now prune\)"),
-    ):
-        with pytest.raises(InputError, match=words):
-            begin(tmp_path / "run", **how)
-    again = begin(tmp_path / "run", settings={"seed": 2}, resume=True, may_differ=["seed"])
-    assert (again.resumed, again.run_id, again.complete) == (True, first.run_id, False)
-    result_in(tmp_path / "run", "interrupted")
-    assert not begin(tmp_path / "run", resume=True).complete
-    result_in(tmp_path / "run")
-    assert begin(tmp_path / "run", resume=True).complete
-    with pytest.raises(InputError, match=r"is not empty; choose another, or delete it$"):
-        begin(tmp_path / "run")
-
-
-def test_a_file_in_its_place_is_refused(tmp_path):
-    (tmp_path / "run").touch()
-    with pytest.raises(InputError, match="is a file; give a directory"):
-        begin(tmp_path / "run")
 
 
 def test_a_run_that_fails_before_it_saves_anything_leaves_nothing(tmp_path):
@@ -114,9 +83,6 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path):
     (tmp_path / MARKER).rename(tmp_path / f"{SCRATCH}-1234abcd-{MARKER}")  # killed before the first file had its name
     (tmp_path / "checkpoints").rmdir()
     assert not begin(tmp_path, resume=True).resumed
-
-
-# ---------------------------------------------------------------------------------------------- at the same time
 
 
 def test_a_second_run_is_refused_until_the_first_one_dies(tmp_path):

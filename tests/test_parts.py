@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from proxsparse import NMPattern, nm_mask
 from proxsparse.data.calibration import endless_order, evaluation_tokens
 from proxsparse.errors import InputError
-from proxsparse.evaluation.perplexity import perplexity, window_bos
+from proxsparse.evaluation.perplexity import CHUNK, mean_loss, perplexity, window_bos
 from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
@@ -185,14 +185,6 @@ def test_masks_round_trip_and_are_checked_against_their_own_patterns(tmp_path):
             load_masks(file)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no mask at all", b"\xff" * 64])
-def test_a_file_without_masks_is_refused(content, tmp_path):
-    if content is not None:
-        (tmp_path / "masks.safetensors").write_bytes(content)
-    with pytest.raises(InputError, match=r"masks\.safetensors"):
-        load_masks(tmp_path / "masks.safetensors")
-
-
 def test_an_atomic_directory_replaces_everything_or_nothing(tmp_path):
     for attempt in range(2):  # folders too, also over those of an earlier save
         with atomic_directory(tmp_path) as scratch:
@@ -249,6 +241,13 @@ def test_bos_stands_before_each_window_for_gemma_and_at_the_start_for_others(nam
     score = perplexity(model, tokenizer, tokens, 16, bos=asked)
     assert score.value == pytest.approx(math.exp(sum(losses) / len(rows)), rel=1e-6)
     assert (score.windows, score.tokens, score.bos) == (len(rows), 16 * len(rows), where)
+
+
+def test_the_loss_in_parts_is_that_of_all_logits_in_float32():
+    for tokens in (1, CHUNK, 2 * CHUNK + 3):
+        logits, targets = 5 * torch.randn(tokens, 11).bfloat16(), torch.randint(11, (tokens,))
+        expected = torch.nn.functional.cross_entropy(logits.float(), targets)
+        torch.testing.assert_close(mean_loss(logits, targets), expected)
 
 
 def test_bos_before_each_window_needs_a_bos_token():

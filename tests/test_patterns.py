@@ -46,15 +46,7 @@ def test_blocks_are_a_view_along_the_last_dimension(shape):
 
 @pytest.mark.parametrize(
     ("pattern", "shape"),
-    [
-        ("2:4", (3, 131)),
-        ("2:4", (7,)),
-        ("2:4", (2,)),
-        ("2:4", ()),
-        ("6:8", (3, 6)),
-        ("1:4", (3, 130)),
-        ("4:8", (4, 10)),
-    ],
+    [*(("2:4", shape) for shape in ((3, 131), (7,), (2,), ())), ("6:8", (3, 6)), ("1:4", (3, 130)), ("4:8", (4, 10))],
 )
 def test_a_width_that_no_blocks_fill_is_refused_with_the_remedy(pattern, shape):
     with pytest.raises(ValueError, match=rf"score of shape \[.*\].*must be a.* for {pattern} blocks; exclude"):

@@ -15,6 +15,7 @@ from proxsparse.run.model_card import card_text
 from proxsparse.run.report import number, table, write_report
 from proxsparse.run.sections import shareable
 
+MARKED = json.dumps({"format": FORMAT, "run_id": "", "command": "train", "settings": {}})
 PLOTS = {"loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"}
 
 
@@ -43,12 +44,8 @@ def rows(steps=60):
 def result(**changes):
     return {
         **{"status": "complete", "version": "0.1.0", "model": "owner/tiny-1b", "data": "wikitext", "pattern": "2:4"},
-        **{
-            "method": "proxsparse",
-            "objective": "masked",
-            "command": "python -m proxsparse.train --model owner/tiny-1b",
-            "layers": 12,
-        },
+        **{"method": "proxsparse", "objective": "masked", "layers": 12},
+        "command": "python -m proxsparse.train --model owner/tiny-1b",
         **{"config": {"learning_rate": 1e-4, "output_dir": "out"}, "weights": 1234567, "steps": 60},
         **{"tokens": 3840, "seconds": 3725.0, "reg_lambda": {"min": 0.1, "max": 0.1}, "feasible_share": 0.9876},
         **{"magnitude_agreement": 0.8125, "masks_sha256": "ab12" * 16, "warnings": [], "peak_memory_bytes": 3 << 30},
@@ -201,8 +198,7 @@ def test_malformed_result_is_named(tmp_path, outcome, named):
 
 
 def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsys):
-    marker = {"format": FORMAT, "run_id": "", "command": "train", "settings": {}}
-    (tmp_path / MARKER).write_text(json.dumps(marker))
+    (tmp_path / MARKER).write_text(MARKED)
     for folder, reason in ((tmp_path, "metrics.jsonl"), (tmp_path / "absent", "not a folder")):
         monkeypatch.setattr(sys, "argv", ["report", str(folder)])
         assert run_command(main) == 2
@@ -210,6 +206,18 @@ def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["report", str(make_run(tmp_path, rows(2), result()))])
     assert run_command(main) == 0
     assert (tmp_path / "report.md").exists()
+
+
+def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "report.md").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(InputError, match=r"no \.proxsparse\.json in this folder, so no run wrote it"):
+        main([str(tmp_path)])
+    (tmp_path / MARKER).write_text(MARKED)
+    main([str(tmp_path)])
+    assert "Report of a run" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,7 @@ NOT_SETTINGS = {*NOT_REPEATED, "recipe", "save_minutes", "save_steps", "save_tot
 
 
 def run_once(
-    args: RunArgs,
-    folder: Path,
-    again: bool,
-    resumes: bool = True,
-    keep_model: bool = False,
+    args: RunArgs, folder: Path, again: bool, resumes: bool = True, keep_model: bool = False
 ) -> tuple[dict, dict]:
     """The provenance and result.json of a complete run in the folder; does the run, or the rest of it, if needed.
 

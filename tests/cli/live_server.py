@@ -11,28 +11,12 @@ import sys
 import time
 
 import openai
-import torch
-from pruned import packed_copy
-from tiny_models import byte_tokenizer
 
 from proxsparse import serve
 from proxsparse.errors import INTERRUPTED, run_command
 from proxsparse.models.loading import load_model
 
 TOKENS = 8  # of an answer
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m.content }}{% endfor %}"
-)
-
-
-def packed_with_template(folder):
-    """The dense and the packed folder of a tiny llama in fp32, with a chat template."""
-    folders = packed_copy(folder, dtype=torch.float32)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folders[1])
-    return folders
 
 
 def answers_of(folder):

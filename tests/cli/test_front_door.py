@@ -47,12 +47,7 @@ def test_help_lists_every_command_and_imports_no_torch():
     [
         (["--version"], 0, "proxsparse 0.", ""),
         ([], 0, "usage: proxsparse COMMAND", ""),
-        (
-            ["trian"],
-            2,
-            "",
-            f"error: trian: no such command; choose from {', '.join(COMMANDS)}\n",
-        ),
+        (["trian"], 2, "", f"error: trian: no such command; choose from {', '.join(COMMANDS)}\n"),
     ],
 )
 def test_version_and_an_unknown_command(arguments, code, out, err, monkeypatch, capsys):
@@ -88,6 +83,23 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command):
     done = subprocess.run([*BY_NAME, *command], stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
+
+
+def test_a_signal_during_garbage_collection_is_not_lost():
+    code = """
+import os, signal, sys, time
+from proxsparse.errors import run_command
+class Loud:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+def main():
+    Loud()
+    time.sleep(30)
+sys.exit(run_command(main))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "\nstopped by SIGTERM\n")
 
 
 def test_a_warning_is_one_line(capsys):

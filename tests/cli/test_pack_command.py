@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 from commands import refused
-from safetensors.torch import load_file, save_file
+from pruned import tensors_of
+from safetensors.torch import save_file
 
 from proxsparse import evaluate, pack
 from proxsparse.inference import packed_checkpoint
@@ -15,7 +16,6 @@ from proxsparse.io.model_files import FROM_CLONE
 from proxsparse.io.output_folder import MARKER
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
-UP = "model.layers.0.mlp.up_proj"
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "masks.safetensors"}
 
 
@@ -49,14 +49,9 @@ def packed_layers(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]["layers"]
 
 
-def model_tensors(folder):
-    paths = [path for path in folder.glob("*.safetensors") if path.name != "masks.safetensors"]
-    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
-
-
 def test_there_and_back(pruned_dir, packed_dir, tmp_path):
     dense = packed(packed_dir, tmp_path / "dense", "--unpack")
-    before, after = model_tensors(pruned_dir), model_tensors(dense)
+    before, after = tensors_of(pruned_dir), tensors_of(dense)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype == torch.bfloat16
@@ -94,35 +89,29 @@ def test_shards_and_one_shard_of_memory(pruned_dir, tmp_path, monkeypatch):
     assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(held)
-    assert index["weight_map"].keys() == model_tensors(folder).keys()
-    assert model_tensors(packed(folder, tmp_path / "dense", "--unpack")).keys() == model_tensors(pruned_dir).keys()
+    assert index["weight_map"].keys() == tensors_of(folder).keys()
+    assert tensors_of(packed(folder, tmp_path / "dense", "--unpack")).keys() == tensors_of(pruned_dir).keys()
 
 
 @pytest.mark.parametrize("bits", ["8", "4"])
-def test_calibration_changes_the_codes_alone(bits, pruned_dir, text_file, tmp_path):
+def test_calibration_changes_the_codes_alone(bits, spoiled, text_file, tmp_path):
+    """Each layer keeps its dtype."""
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def one_in_fp32(folder):
+        tensors = tensors_of(folder)
+        save_file(tensors | {name: tensors[name].float()}, folder / "model.safetensors", {"format": "pt"})
+
+    source = spoiled(one_in_fp32)
     flags = ["--bits", bits, "--calibrate", str(text_file), "--num_samples", "6", "--seq_len", "32"]
-    found = model_tensors(packed(pruned_dir, tmp_path / "gptq", *flags))
-    nearest = model_tensors(packed(pruned_dir, tmp_path / "nearest", *flags[:2]))
+    found = tensors_of(packed(source, tmp_path / "gptq", *flags))
+    nearest = tensors_of(packed(source, tmp_path / "nearest", *flags[:2]))
+    assert found[name.replace("weight", "scales")].dtype == torch.float32
     assert found.keys() == nearest.keys()
     assert all((tensor.dtype, tensor.shape) == (nearest[n].dtype, nearest[n].shape) for n, tensor in found.items())
     changed = {name.rpartition(".")[2] for name, tensor in found.items() if not torch.equal(tensor, nearest[name])}
     assert "values" in changed
     assert changed <= {"values", "scales"}
-
-
-def test_calibration_keeps_the_dtype_of_each_layer(spoiled, text_file, tmp_path):
-    name = "model.layers.0.mlp.up_proj"
-
-    def one_in_bf16(folder):
-        tensors = model_tensors(folder)
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].bfloat16()
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-    source = spoiled(one_in_bf16)
-    flags = ["--bits", "8", "--calibrate", str(text_file), "--num_samples", "2", "--seq_len", "16"]
-    found, before = model_tensors(packed(source, tmp_path / "gptq", *flags)), model_tensors(source)
-    for layer in packed_layers(tmp_path / "gptq"):
-        assert found[f"{layer}.scales"].dtype == before[f"{layer}.weight"].dtype
 
 
 @pytest.mark.parametrize("card", [b"---\nlicense: mit\n---\n# Tiny\n", b"\xff\xfe caf\xe9", None])

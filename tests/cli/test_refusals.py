@@ -50,9 +50,12 @@ def set_last(name, value):
     return lambda folder: change_weights(folder, lambda weights: weights[f"{name}.weight"].view(-1)[-1:].fill_(value))
 
 
-def shorten(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
+def shorten(folder, name="model.safetensors"):
+    (folder / name).write_bytes((folder / name).read_bytes()[:-10])
+
+
+def cut_a_row(weights):
+    weights[f"{UP}.weight"] = weights[f"{UP}.weight"][1:]
 
 
 def write(name, content):
@@ -79,13 +82,9 @@ PRUNED = {  # damaged copies of the pruned model
     "empty-weights": lambda folder: save_file({}, folder / "model.safetensors"),
     "bad-config": write("config.json", "{"),
     "empty-config": write("config.json", "{}"),
-    "other-shape": lambda folder: change_weights(
-        folder, lambda weights: weights.update({f"{UP}.weight": weights[f"{UP}.weight"][1:]})
-    ),
+    "other-shape": lambda folder: change_weights(folder, cut_a_row),
     "not-2of4": lambda folder: change_weights(folder, lambda weights: weights[f"{UP}.weight"][0, :4].fill_(1.0)),
-    "cut-masks": lambda folder: (folder / "masks.safetensors").write_bytes(
-        (folder / "masks.safetensors").read_bytes()[:-8]
-    ),
+    "cut-masks": lambda folder: shorten(folder, "masks.safetensors"),
 }
 
 
@@ -109,11 +108,7 @@ def places(tmp_path_factory):
     save_masks(folder / "no-layer.safetensors", {"model.layers.9.mlp": four})
     save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
     texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}
-    texts |= {
-        "c.yaml": "lerning_rate: 1.0\n",
-        "masked.yaml": "objective: masked\n",
-        "rate.yaml": "learning_rate: 0.1\n",
-    }
+    texts |= {"c.yaml": "lerning_rate: 1\n", "masked.yaml": "objective: masked\n", "rate.yaml": "learning_rate: 0.1\n"}
     texts |= {"obs.yaml": "method: obs\n", "empty.yaml": "", "short.txt": "a few words", "used/thesis.tex": "precious"}
     for name in ("directory", "linked", "pipe", "used"):
         (folder / name).mkdir()
@@ -188,6 +183,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --resume_from_checkpoint runs/a/checkpoints/step-2", "step-2: must be .. last"),
     ("train --objective wanda", "--objective wanda .. masked"),
     ("train --precision fp16", "--precision fp16 .. bf16"),
+    ("train --model someone/unknown --plan", "'someone/unknown' .. give a folder with config.json"),
     ("train --recipe unheard-of", "unheard-of .. llama-2-7b"),
     ("train --config absent.yaml", "absent.yaml"),
     ("train --config c.yaml", "c.yaml .. lerning_rate"),

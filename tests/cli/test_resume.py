@@ -82,20 +82,10 @@ def outcome(output_dir):
     tensors = load_file(output_dir / "masks.safetensors") | load_file(output_dir / "model.safetensors")
     bits = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
     metrics = output_dir / "metrics.jsonl"
-    rows = (
-        [json.loads(line) | {"seconds": None} for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    )
-    figures = (
-        "status",
-        "masks_sha256",
-        "perplexity",
-        "steps",
-        "tokens",
-        "mask_similarity",
-        "feasible_share",
-        "held_out",
-    )
-    return bits, rows, {name: result.get(name) for name in figures}
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    rows = [json.loads(line) | {"seconds": None} for line in lines]
+    names = "status", "masks_sha256", "perplexity", "steps", "tokens", "mask_similarity", "feasible_share", "held_out"
+    return bits, rows, {name: result.get(name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +114,7 @@ def saved(output_dir):
 # ---------------------------------------------------------------------------------------------- killed
 
 
-@pytest.mark.parametrize(
-    "run", [run if run in QUICK_RUNS else pytest.param(run, marks=pytest.mark.slow) for run in RUNS]
-)
+@pytest.mark.parametrize("run", QUICK_RUNS)
 def test_killed_in_the_middle(run, arguments_of, undisturbed, command_in_child, tmp_path):
     """Before the first checkpoint has its name, after it, and before the model has its names."""
     main, arguments = arguments_of(run, tmp_path / "run", *RESUME)
@@ -171,16 +159,19 @@ def test_killed_at_every_rename(run, arguments_of, undisturbed, command_in_child
 # ---------------------------------------------------------------------------------------------- stopped
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("act", [signal.SIGTERM, signal.SIGINT, "full"])
 @pytest.mark.parametrize("run", QUICK_RUNS)
-def test_a_signal_says_how_to_resume(run, number, arguments_of, undisturbed, command_in_child, tmp_path):
-    """During mask learning and fine-tuning the model so far is saved as well."""
+def test_a_signal_and_a_full_disk_say_how_to_resume(run, act, arguments_of, undisturbed, command_in_child, tmp_path):
+    """After a signal during mask learning and fine-tuning the model so far is saved as well."""
     main, arguments = arguments_of(run, tmp_path / "run")
-    code, stderr = command_in_child(main, arguments, at_rename=(6, number))
-    assert code == 128 + number
+    code, stderr = command_in_child(main, arguments, at_rename=(6, act))
     last = stderr.strip().splitlines()[-1]
+    assert code == (2 if act == "full" else 128 + act)
+    assert ("the disk is full" in last) == (act == "full")
     assert f"to resume, run the same command with --output_dir {tmp_path / 'run'} --resume_from_checkpoint last" in last
-    if main is not prune.main:
+    if act == "full":
+        assert saved(tmp_path / "run")
+    elif main is not prune.main:
         assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
         assert (tmp_path / "run" / "model.safetensors").exists()
     assert command_in_child(main, [*arguments, *RESUME])[0] == 0
@@ -206,18 +197,6 @@ def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturb
     assert (figures["status"], figures["perplexity"]) == ("complete", None)
 
 
-@pytest.mark.parametrize("run", QUICK_RUNS)
-def test_a_full_disk_keeps_what_is_saved(run, arguments_of, undisturbed, command_in_child, tmp_path):
-    main, arguments = arguments_of(run, tmp_path / "run")
-    code, stderr = command_in_child(main, arguments, at_rename=(6, "full"))
-    assert code == 2
-    assert "the disk is full" in stderr
-    assert stderr.strip().endswith(f"--output_dir {tmp_path / 'run'} --resume_from_checkpoint last")
-    assert saved(tmp_path / "run")
-    assert command_in_child(main, [*arguments, *RESUME])[0] == 0
-    assert outcome(tmp_path / "run") == undisturbed(run)
-
-
 # ---------------------------------------------------------------------------------------------- refused
 
 
@@ -228,9 +207,8 @@ def stopped(arguments_of, command_in_child, tmp_path):
     def stop(run):
         main, arguments = arguments_of(run, tmp_path / "run")
         for number in itertools.count(4):
-            assert (
-                command_in_child(main, [*arguments, *RESUME], at_rename=(number, signal.SIGKILL))[0] == -signal.SIGKILL
-            )
+            code, stderr = command_in_child(main, [*arguments, *RESUME], at_rename=(number, signal.SIGKILL))
+            assert code == -signal.SIGKILL, stderr
             if len(saved(tmp_path / "run")) >= 1:
                 return main, arguments
 
@@ -258,7 +236,7 @@ def test_other_flags_are_refused_by_name(run, flags, words, stopped, capsys):
     refused(capsys, main, arguments, "is not empty", "--resume_from_checkpoint last")
 
 
-def test_flags_of_the_evaluation_may_differ(stopped, inputs, tmp_path):
+def test_flags_of_the_evaluation_may_differ(stopped, tmp_path):
     main, arguments = stopped("prune sparsegpt")
     assert main([*arguments, *RESUME, "--eval_max_windows", "1", "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "run" / "result.json").read_text())["perplexity"]["windows"] == 1

@@ -12,8 +12,6 @@ from proxsparse import evaluate
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.train import main
 
-UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
-
 
 @pytest.fixture
 def train(tiny_llama, text_file, tmp_path):

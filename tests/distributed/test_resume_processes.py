@@ -105,9 +105,6 @@ def test_other_numbers_of_processes_continue_within_rounding(run, tmp_path):
     assert other["perplexity"]["proxsparse"] == pytest.approx(one["perplexity"]["proxsparse"], rel=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- disks
-
-
 def mounted(options, folder):
     """Mounts `mount OPTIONS` there, or skips the test."""
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Trainer under FSDP2, and the optimizers on uneven and empty shards: gloo processes give the results of one process.
+"""Trainer, hold_masks_ and the optimizers, also on uneven and empty shards: gloo processes give the results of one.
 
 Accelerate shards only on accelerators: on a CPU `TrainingArguments(fsdp=True)` runs DDP. `train_under_accelerate`
 tells its state that this is FSDP2, and everything after that is accelerate's own code; `train_as_loaded` needs no help.
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pruned import pruned_model
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
@@ -18,10 +19,12 @@ RUNS = ["train_under_accelerate", "resume_under_accelerate", "train_as_loaded"]
 UNSUPPORTED = (
     {} if hasattr(PreTrainedModel, "fsdp_size") else {"train_as_loaded": "needs the Trainer of transformers 5.18"}
 )
-JOBS = {  # name -> the function of trainer_processes, and the number of processes
+TUNED = {"tuned": ("fine_tune", 1), "ddp": ("fine_tune", 2), "fsdp2": ("fine_tune_on_fsdp2", 2)}
+JOBS = TUNED | {  # name -> the function of trainer_processes, and the number of processes
     "alone": ("train_with_trainer", 1),
     **{run: (run, 2) for run in RUNS if run not in UNSUPPORTED},
     **{f"ragged-{count}": ("ragged_layers", count) for count in (1, 2, 4)},
+    **{f"held-{count}": ("hold_ragged_masks", count) for count in (1, 2, 4)},
 }
 each_run = pytest.mark.parametrize(
     "run",
@@ -40,6 +43,7 @@ def results(forks, tmp_path_factory) -> Path:
     pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("processes")
     tiny_model("llama").save_pretrained(folder / "model")
+    pruned_model().save_pretrained(folder / "pruned")
     for name, (job, count) in JOBS.items():
         log = folder / f"{name}.log"
         codes = forks.run([job, folder, name], count, output=log, main="trainer_processes.main")
@@ -78,3 +82,28 @@ def test_uneven_and_empty_shards_step_as_the_whole(results, count, empty, optimi
     for shard in shards:
         for weight, whole in zip(shard["weights"], expected["weights"], strict=True):
             torch.testing.assert_close(weight, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_fine_tuning_keeps_the_zeros_and_resumes_bit_for_bit(results, name):
+    before = dict(pruned_model().named_parameters())
+    expected = torch.load(results / "tuned-0.pt")[0]
+    for file in results.glob(f"{name}-*.pt"):
+        straight, resumed = torch.load(file)
+        for parameter, weight in straight.items():
+            assert torch.equal(weight, resumed[parameter])
+            torch.testing.assert_close(weight, expected[parameter], rtol=0, atol=1e-5)
+            assert not torch.equal(weight, before[parameter])
+            zeros = weight[before[parameter] == 0]
+            assert parameter == "model.embed_tokens.weight" or (zeros == 0).all()
+            assert not zeros.signbit().any()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_uneven_and_empty_shards_are_held_as_the_whole(results, count):
+    """The largest number of nonzeros is taken over all processes: zeros that may be trained are the same everywhere."""
+    expected = torch.load(results / "held-1-0.pt")
+    assert all((weight == 0).float().mean() == 0.5 for weight in expected["weights"] if weight.ndim == 2)
+    assert all(torch.equal(m == 0, w == 0) for m, w in zip(expected["moments"], expected["weights"], strict=True))
+    for rank in range(count):
+        torch.testing.assert_close(torch.load(results / f"held-{count}-{rank}.pt"), expected, rtol=1e-12, atol=1e-12)

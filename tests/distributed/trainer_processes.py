@@ -1,4 +1,4 @@
-"""The processes of test_trainer_fsdp2 and test_hold_masks: `main([JOB, FOLDER, NAME])` saves its results in FOLDER."""
+"""The processes of test_trainer_fsdp2: `main([JOB, FOLDER, NAME])` saves its results in FOLDER."""
 
 import os
 from pathlib import Path
@@ -28,9 +28,6 @@ def main(arguments: list[str]) -> None:
     globals()[job](Path(folder), name)
     if dist.is_initialized():
         dist.barrier()
-
-
-# ------------------------------------------------------------------------------------------- transformers.Trainer
 
 
 class MaskTrainer(ProxTrainerMixin, Trainer):
@@ -114,7 +111,7 @@ def fine_tune(folder: Path, name: str, kind: type[Trainer] = Trainer, **settings
     settings |= {"weight_decay": 0.1, "max_grad_norm": 0.1, "save_strategy": "steps", "save_steps": STEP_OF_CHECKPOINT}
     result, checkpoint = [], None
     for _ in range(2):
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder / "pruned", dtype=torch.float32)
         names = [parameter for parameter, _ in model.named_parameters()]
         trainer = make_trainer(kind, model, folder / name, {"callbacks": [HoldMasksCallback()]}, settings)
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -128,9 +125,6 @@ def fine_tune(folder: Path, name: str, kind: type[Trainer] = Trainer, **settings
 
 def fine_tune_on_fsdp2(folder: Path, name: str) -> None:
     fine_tune(folder, name, on_fsdp2(Trainer), fsdp=True)
-
-
-# ------------------------------------------------------------------------------------------- the optimizers
 
 
 class Ragged(nn.ModuleList):

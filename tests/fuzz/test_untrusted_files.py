@@ -1,4 +1,7 @@
-"""Untrusted files: a short run of the fuzzer; models that name files elsewhere or code; files that end a command."""
+"""Untrusted files: a run of the fuzzer; models that name files elsewhere or code; files that end a command.
+
+FUZZ_INPUTS=100000 FUZZ_SEED=1124 python -m pytest tests/fuzz -m slow -k damaged
+"""
 
 import ast
 import gzip
@@ -17,8 +20,6 @@ import pytest
 import torch
 from fuzz_loaders import (
     LOADERS,
-    RESULT,
-    ROWS,
     Loader,
     bounded,
     fuzz,
@@ -30,23 +31,27 @@ from fuzz_loaders import (
 )
 from mutations import join_safetensors, lines_of, split_safetensors
 from safetensors.torch import load_file, save_file
+from test_report import MARKED, result, rows
 
 from proxsparse import evaluate, pack, report, train
 from proxsparse.errors import InputError, run_command
-from proxsparse.io.output_folder import FORMAT, MARKER
+from proxsparse.io.output_folder import MARKER
 from proxsparse.models.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("inputs", [200, pytest.param(2000, marks=pytest.mark.slow)])  # of all loaders together
+INPUTS, SEED = (int(os.environ.get(f"FUZZ_{name}", usual)) for name, usual in (("INPUTS", 2000), ("SEED", 1)))
+
+
+@pytest.mark.parametrize("inputs", [200, pytest.param(INPUTS, marks=pytest.mark.slow)])  # of all loaders together
 @pytest.mark.parametrize("name", LOADERS)
 def test_valid_files_are_loaded_and_damaged_ones_loaded_or_refused(name, inputs, tmp_path):
     for number, files in enumerate(LOADERS[name].valid()):
         assert outcome(name, write(tmp_path / str(number), files)) == "loaded"
     with bounded():
-        found = fuzz(name, 1, range(max(3, LOADERS[name].share * inputs // 100_000)), tmp_path / "input")
+        found = fuzz(name, SEED, range(max(3, LOADERS[name].share * inputs // 100_000)), tmp_path / "input")
     assert found.keys() <= {"loaded", "refused"}, found
     assert found["refused"] or inputs == 200
 
@@ -237,12 +242,11 @@ def masks_with(in_features=None, pattern=None, **entries):
     return {"masks.safetensors": join_safetensors(header, body)}
 
 
-def run_with(rows=None, **changes):
+def run_with(**changes):
     """A run's folder; `changes` of result.json are JSON texts, so that they need not be valid."""
-    texts = {key: json.dumps(value) for key, value in RESULT.items()} | changes
+    texts = {key: json.dumps(value) for key, value in result().items()} | changes
     text = "{" + ", ".join(f'"{key}": {value}' for key, value in texts.items()) + "}"
-    marker = json.dumps({"format": FORMAT, "run_id": "", "command": "train", "settings": {}})
-    return {"metrics.jsonl": lines_of(ROWS) if rows is None else rows, "result.json": text, MARKER: marker}
+    return {"metrics.jsonl": lines_of(rows(3)), "result.json": text, MARKER: MARKED}
 
 
 def packed_with(**entries):

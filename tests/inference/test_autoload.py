@@ -4,23 +4,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from pruned import packed_copy
 
 import proxsparse_autoload
 from proxsparse.integrations import transformers_quantizer
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The dense and the packed folder of a tiny llama in fp32."""
-    return packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32)
 
 
 def in_another_program(program, *arguments, **environment):

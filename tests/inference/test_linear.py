@@ -171,23 +171,10 @@ def test_copies_pickles_and_state_dicts(bits):
     ("bits", "name", "damage", "word"),
     [
         (16, "indices", lambda tensor: tensor.zero_(), "out of order"),
-        (16, "indices", lambda tensor: tensor.fill_(255), "out of order"),
         (16, "indices", lambda tensor: tensor[:, :2], "indices"),
-        (16, "indices", lambda tensor: tensor.int(), "indices"),
-        (16, "values", lambda tensor: tensor[:, :10], "indices"),
         (16, "values", lambda tensor: tensor.int(), "16 bits needs torch.float32"),
         (16, "indices", None, "missing"),
-        *(
-            (bits, name, damage, word)
-            for bits in (8, 4)
-            for name, damage, word in (
-                ("scales", lambda tensor: tensor[1:], "scales of shape"),
-                ("scales", lambda tensor: tensor * torch.nan, "scales contain NaN"),
-                ("scales", lambda tensor: tensor * 0 + 3e38, "codes times scales overflow"),
-                ("scales", lambda tensor: tensor.int(), r"scales has dtype torch\.int32"),
-                ("indices", lambda tensor: tensor.zero_(), "out of order"),
-            )
-        ),
+        (4, "scales", lambda tensor: tensor * torch.nan, "scales contain NaN"),
     ],
 )
 def test_damaged_state_is_refused_with_the_name_of_the_layer(bits, name, damage, word):

@@ -7,13 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 
 import pytest
-import torch
-from pruned import packed_copy
+from task_files import needs_lm_eval
 
-from proxsparse.evaluation import zero_shot
 from proxsparse.models.loading import load_model
 
 pytestmark = pytest.mark.slow
@@ -30,13 +27,7 @@ metric_list: [{{metric: acc}}, {{metric: brier_score}}]
 """
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The dense and the packed folder of a tiny llama in fp32."""
-    return packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32)
-
-
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason=f"lm-eval is not installed; run: {zero_shot.INSTALL}")
+@needs_lm_eval
 def test_lm_eval_gives_the_scores_of_the_dense_model(folders, tmp_path):
     answers = [" red", " blue", " a deep green", " none of these"]
     rows = [{"question": f"Colour {n}?", "answers": answers, "label": n % 4} for n in range(20)]

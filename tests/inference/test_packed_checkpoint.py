@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 import transformers
-from pruned import packed_copy, prune_, pruned_model
+from pruned import packed_copy, prune_, pruned_model, tensors_of
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny_models import MODELS, NOT_PACKED, tiny_model
 
 from proxsparse import SparseLinear, sparsify_
@@ -23,27 +23,15 @@ LAYER = "model.layers.1.mlp.up_proj"
 load = transformers.AutoModelForCausalLM.from_pretrained
 
 
-def all_tensors(folder):
-    """Every tensor of every model file of a folder."""
-    paths = [path for path in folder.glob("*.safetensors") if path.name != "masks.safetensors"]
-    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
-
-
 def assert_same_files(first, second):
     """Equal tensors and an equal config.json; save_pretrained does not write the entry `transformers_weights`."""
     configs = [json.loads((folder / "config.json").read_text()) for folder in (first, second)]
     for config in configs:
         config.pop("transformers_weights", None)
     assert configs[0] == configs[1]
-    one, two = all_tensors(first), all_tensors(second)
+    one, two = tensors_of(first), tensors_of(second)
     assert one.keys() == two.keys()
     assert all(tensor.dtype == two[name].dtype and torch.equal(tensor, two[name]) for name, tensor in one.items())
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The dense and the packed folder of a tiny llama in fp32."""
-    return packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32)
 
 
 @pytest.fixture
@@ -75,7 +63,7 @@ def damaged(folder_of, tmp_path):
     """damaged(change_config, change_tensors, bits) -> a packed folder with these changes."""
 
     def make(change_config=lambda config: None, change_tensors=lambda tensors: None, bits=16):
-        config, tensors = json.loads((folder_of[bits] / "config.json").read_text()), all_tensors(folder_of[bits])
+        config, tensors = json.loads((folder_of[bits] / "config.json").read_text()), tensors_of(folder_of[bits])
         change_config(config["quantization_config"])
         change_tensors(tensors)
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -120,48 +108,27 @@ def test_sparsified_it_saves_what_the_command_writes_and_unpacked_the_dense_chec
         assert_same_files(tmp_path / "dense", folders[0])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@torch.no_grad()
-def test_codes_in_memory_and_in_a_folder(bits, tmp_path):
-    dense, packed = packed_copy(tmp_path, dtype=torch.float32, flags=["--bits", str(bits)])
-    model = sparsify_(load(dense), bits=bits)
-    model.save_pretrained(tmp_path / "saved")
-    assert_same_files(packed, tmp_path / "saved")
-    entry = json.loads((packed / "config.json").read_text())["quantization_config"]
-    assert entry["format_version"] == 4
-    assert entry["bits"] == dict.fromkeys(entry["layers"], bits)
-    assert f"rounded to {bits} bits" in (packed / "README.md").read_text()
-    loaded = load(packed)
-    assert loaded.get_submodule(LAYER).bits == bits
-    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-    assert load(packed, dtype=torch.bfloat16).get_submodule(LAYER).dense_weight().dtype == torch.bfloat16
-
-    expected = unsparsify_(model)
-    torch.testing.assert_close(loaded(TOKENS).logits, expected(TOKENS).logits, rtol=1e-4, atol=1e-5)
-    assert pack([str(packed), "--unpack", "--output_dir", str(tmp_path / "unpacked")]) == 0
-    weight = load(tmp_path / "unpacked").get_submodule(LAYER).weight
-    assert torch.equal(weight, expected.get_submodule(LAYER).weight)
-    assert 0 < (weight - load(dense).get_submodule(LAYER).weight).norm() < 0.12 * weight.norm()
-
-
-@pytest.mark.parametrize("patterns", [["4:6"], ["6:8"], ["8:10"], ["2:4", "6:8"]], ids=str)
+@pytest.mark.parametrize("patterns", [["2:4"], ["4:6"], ["6:8"], ["8:10"], ["2:4", "6:8"]], ids=str)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @torch.no_grad()
-def test_other_patterns_and_layers_of_several(patterns, bits, tmp_path, capsys):
+def test_every_pattern_and_every_number_of_bits(patterns, bits, tmp_path, capsys):
     model = tiny_model("llama")
     for name, pattern in zip(("self_attn", "mlp"), patterns * 2, strict=False):
         prune_(model, pattern=pattern, but=("lm_head", "mlp" if name == "self_attn" else "self_attn"))
     dense, packed = tmp_path / "dense", tmp_path / "packed"
     model.save_pretrained(dense)
     assert pack([str(dense), "--output_dir", str(packed), "--bits", str(bits)]) == 0
-    assert ("more than dense weights of 4 bits" in capsys.readouterr().out) == (bits == 4)
+    assert ("more than dense weights of 4 bits" in capsys.readouterr().out) == (bits == 4 and patterns != ["2:4"])
     entry = json.loads((packed / "config.json").read_text())["quantization_config"]
+    assert entry["format_version"] == 4
     assert entry["pattern"] == (patterns[0] if len(patterns) == 1 else "mixed")
+    assert entry.get("bits", {}) == (dict.fromkeys(entry["layers"], bits) if bits < 16 else {})
     in_memory = sparsify_(load(dense), bits=bits)
     in_memory.save_pretrained(tmp_path / "saved")
     assert_same_files(packed, tmp_path / "saved")
     loaded = load(packed)
-    assert str(loaded.get_submodule(LAYER).pattern) == patterns[-1]
+    assert (str(loaded.get_submodule(LAYER).pattern), loaded.get_submodule(LAYER).bits) == (patterns[-1], bits)
+    assert load(packed, dtype=torch.bfloat16).get_submodule(LAYER).dense_weight().dtype == torch.bfloat16
     assert torch.equal(loaded(TOKENS).logits, in_memory(TOKENS).logits)
     expected = unsparsify_(in_memory)
     torch.testing.assert_close(loaded(TOKENS).logits, expected(TOKENS).logits, rtol=1e-4, atol=1e-5)
@@ -169,6 +136,8 @@ def test_other_patterns_and_layers_of_several(patterns, bits, tmp_path, capsys):
     unpacked = load(tmp_path / "unpacked")
     for name, weight in (model if bits == 16 else expected).state_dict().items():
         assert torch.equal(unpacked.state_dict()[name], weight), name
+    rounded, weight = (one.get_submodule(LAYER).weight for one in (unpacked, model))
+    assert (bits < 16) == (0 < (rounded - weight).norm() < 0.12 * weight.norm())
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -192,7 +161,7 @@ def test_no_dense_weight_is_ever_there(folders, monkeypatch):
     monkeypatch.setattr("proxsparse.reference.pack.unpack_nm", lambda *_: pytest.fail("unpacked"))
     model = load(folders[1])
     assert len(packed_layers(model)) == 14
-    for names in (model.state_dict(), all_tensors(folders[1])):
+    for names in (model.state_dict(), tensors_of(folders[1])):
         assert not any(tensor.numel() for name, tensor in names.items() if name.endswith("proj.weight"))
 
 
@@ -383,9 +352,13 @@ def test_the_format_of_the_files(folders):
     assert entry == {"quant_method": "proxsparse", "format_version": 4, "pattern": "2:4"}
 
 
-def test_other_tensors_of_any_dtype_are_handed_on(tmp_path):
+def test_other_tensors_of_any_dtype_are_handed_on_and_only_weights_must_be_finite(tmp_path):
     """float8_e4m3fn has no isfinite."""
-    dtypes = {"scale": torch.float8_e4m3fn, "n": torch.int8}
-    save_file({n: torch.ones(4).to(dtype) for n, dtype in dtypes.items()}, tmp_path / "model.safetensors")
-    found = pack_tensors(headers([tmp_path / "model.safetensors"]), [])
-    assert {name: tensor.dtype for name, tensor in found} == dtypes
+    dtypes = {"scale": torch.float8_e4m3fn, "n": torch.int8, "clamp": torch.float32}
+    tensors = {name: torch.ones(4).to(dtype) for name, dtype in dtypes.items()}
+    tensors["clamp"][0] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = headers([tmp_path / "model.safetensors"])
+    assert {name: tensor.dtype for name, tensor in pack_tensors(found, [], buffers=["clamp"])} == dtypes
+    with pytest.raises(ValueError, match="clamp contains NaN or infinity"):
+        list(pack_tensors(found, []))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from pruned import prune_
-from tiny_models import PADDED, byte_tokenizer, tiny_model
+from tiny_models import PADDED, tiny_model
 
 import proxsparse
-from proxsparse import SparseLinear, pack
+from proxsparse import SparseLinear
 from proxsparse.integrations.peft_lora import register_lora
 
 pytest.importorskip("peft")
@@ -18,17 +18,6 @@ TARGETS = ["q_proj", "down_proj", "lm_head"]  # two packed layers of each block,
 
 def lora(**settings) -> peft.LoraConfig:
     return register_lora(peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **settings}))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A 2:4 model, dense and packed, as folders."""
-    dense, packed = (tmp_path_factory.mktemp("models") / name for name in ("dense", "packed"))
-    prune_(model := tiny_model("qwen2"))
-    model.save_pretrained(dense)
-    byte_tokenizer().save_pretrained(dense)
-    assert pack.main([str(dense), "--output_dir", str(packed)]) == 0
-    return dense, packed
 
 
 def load(folder):
@@ -110,7 +99,7 @@ def test_only_adapters_are_trained_and_the_packed_weights_stay(folders):
 
 @pytest.mark.parametrize("pattern", ["2:4", "6:8", "8:10"])
 def test_a_model_packed_in_memory(pattern):
-    model = proxsparse.sparsify_(prune_(tiny_model("llama"), pattern=pattern))
+    model = proxsparse.sparsify_(prune_(tiny_model("qwen2"), pattern=pattern))
     assert str(model.get_submodule("model.layers.0.mlp.up_proj").pattern) == pattern
     _, losses = trained(peft.get_peft_model(model, lora(target_modules=r".*\.(mlp|self_attn)\..*_proj")))
     assert losses[0] > losses[2]

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from training import loss_of, pruned_model, tiny_model, train
+from training import flat, loss_of, pruned_model, tiny_model, train
 
 from proxsparse import ProxAdamW, ProxOptimizer, hold_masks_, nm_mask
 
@@ -356,12 +356,6 @@ def damaged(wrong: int, nonzeros: int) -> nn.Sequential:
     model = pruned_model()
     model[0].weight.data.view(-1, 4)[:wrong, :nonzeros] = 1.0
     return model
-
-
-def flat() -> nn.Parameter:
-    parameter = nn.Parameter(torch.ones(64))
-    parameter._is_flat_param = True  # how FSDP1 marks its flat parameters
-    return parameter
 
 
 DAMAGED = r"parameter 0 of group 0, of shape \[24, 8\], is not quite 2:4: {} of its 48 blocks have more than 2"

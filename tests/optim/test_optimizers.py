@@ -17,6 +17,7 @@ from training import (
     assert_same,
     each_optimizer,
     each_setup,
+    flat,
     loss_of,
     prox_optimizer,
     tiny_model,
@@ -296,18 +297,12 @@ def test_a_state_with_bad_settings_is_refused_before_anything_is_loaded(make, ba
 # ------------------------------------------------------------------------------------------- refusals
 
 
-def flat() -> list[nn.Parameter]:
-    parameter = nn.Parameter(torch.ones(64))
-    parameter._is_flat_param = True  # how FSDP1 marks its flat parameters
-    return [parameter]
-
-
 REFUSED = [(lambda: tiny_model().parameters(), *case) for case in BAD_SETTINGS]
 REFUSED += [
     (lambda: tiny_model().parameters(), {"reg_lambda": math.nan}, r"reg_lambda=nan"),
     (lambda: nn.Linear(7, 8).parameters(), {}, r"\[8, 7\].*an even number of at least 4"),
     (lambda: [tiny_model()[0].bias], {}, r"nothing to prune.*ZeRO"),
-    (flat, {}, r"FSDP1.*fully_shard"),
+    (lambda: [flat()], {}, r"FSDP1.*fully_shard"),
     *(
         (lambda: tiny_model().parameters(), {"reg_lambda": value}, "reg_lambda=.* must be a finite number")
         for value in (torch.tensor([1.0, 2.0]), "0.1", None)
@@ -328,9 +323,7 @@ def test_added_groups_are_completed_and_checked(make):
     optimizer = make([model[0].weight], lr=0.1, reg_lambda=0.2)
     optimizer.add_param_group({"params": [model[2].weight], "pattern": "1:4"})
     assert optimizer.param_groups[1]["reg_lambda"] == 0.2
-    with pytest.raises(
-        ValueError, match=r"reg_lambda > 0, of shape \[3, 7\].*an even number .*reg_lambda=0"
-    ):
+    with pytest.raises(ValueError, match=r"reg_lambda > 0, of shape \[3, 7\].*an even number .*reg_lambda=0"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 7))]})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 7))], "reg_lambda": 0})

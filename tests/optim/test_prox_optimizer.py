@@ -77,9 +77,6 @@ def test_lbfgs_evaluates_the_closure_many_times():
     assert loss_of(model).item() < calls[0] / 4
 
 
-# ------------------------------------------------------------------------------------------- the base
-
-
 def assert_shared(optimizer: ProxOptimizer, base: AdamW) -> None:
     for name in ("param_groups", "state", "defaults"):
         assert getattr(optimizer, name) is getattr(base, name)

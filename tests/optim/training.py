@@ -83,3 +83,9 @@ def pruned_model(pattern: str = "2:4", dtype: torch.dtype = torch.float32) -> nn
         for layer in (model[0], model[2]):
             layer.weight.copy_(torch.where(nm_mask(layer.weight.abs(), pattern), layer.weight, -0.0))
     return model
+
+
+def flat() -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(64))
+    parameter._is_flat_param = True  # how FSDP1 marks its flat parameters
+    return parameter

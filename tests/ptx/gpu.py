@@ -145,19 +145,8 @@ class GPU:
         if source not in self.libraries:
             path, runtime = CHECKOUT / "csrc" / source, HERE / "cudart.cpp"
             target = f"-gencode=arch=compute_{architecture},code=compute_{architecture}"
-            command = [
-                "nvcc",
-                *flags,
-                target,
-                "-shared",
-                "-cudart",
-                "none",
-                "-Xcompiler",
-                "-fPIC",
-                "-Xlinker",
-                "-zlazy",
-            ]
-            command += ["--keep", "--keep-dir", "{folder}", path, runtime, "-o", "{folder}/kernels.so"]
+            command = ["nvcc", *flags, target, "-shared", "-cudart", "none", "-Xcompiler", "-fPIC", "-Xlinker"]
+            command += ["-zlazy", "--keep", "--keep-dir", "{folder}", path, runtime, "-o", "{folder}/kernels.so"]
             depends = contents("csrc/*.h", f"csrc/{Path(source).parent}/*.h", "tests/ptx/*.h") + runtime.read_text()
             folder = made(path.stem, command, str(path), depends)
             handle = DLOPEN(f"{folder}/kernels.so".encode(), LAZY_GLOBAL)

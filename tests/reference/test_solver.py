@@ -38,15 +38,8 @@ def test_other_patterns_are_never_worse_than_a_search(pattern, reg_lambda):
     assert gap.max() <= 1e-12
 
 
-# ------------------------------------------------------------------------------------------ worked by hand, lambda = 1
-
-
 BY_HAND = {
-    "three, w + w^2 = 1.05, where EnumALM keeps two": (
-        (1.05, 1.05, 1.05, 0.0),
-        (math.sqrt(1 + 4 * 1.05) - 1) / 2,
-        3,
-    ),
+    "three, w + w^2 = 1.05, where EnumALM keeps two": ((1.05, 1.05, 1.05, 0.0), (math.sqrt(1 + 4 * 1.05) - 1) / 2, 3),
     "three of four ones, w + w^2 = 1": ((1, 1, -1, 1), (math.sqrt(5) - 1) / 2, 3),
     "four small weights, w + 3 w^2 = 0.1": ((0.1, -0.1, 0.1, 0.1), (math.sqrt(1 + 12 * 0.1) - 1) / 6, 4),
 }

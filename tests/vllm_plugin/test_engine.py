@@ -62,17 +62,6 @@ def test_codes_and_patterns_give_the_tokens_of_transformers(tmp_path, start, nam
     assert greedy(start(packed)) == generated_by_transformers(packed)
 
 
-def test_a_fused_group_with_different_bits_is_refused_by_name(tmp_path, start):
-    _dense, packed = save_packed(tmp_path, flags=["--bits", "8"])
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"]["bits"]["model.layers.1.self_attn.v_proj"] = 4
-    (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ValueError, match=r"layers\.1\.self_attn\.qkv_proj: .* have 2:4 with 8 bits, 2:4 with 8 bits, 2:4 with 4 bits"
-    ):
-        start(packed)
-
-
 def test_dense_models_are_served_as_before(tmp_path, start):
     dense, _packed = save_packed(tmp_path)
     assert greedy(start(dense)) == generated_by_transformers(dense)
@@ -88,16 +77,10 @@ def test_log_probabilities(tmp_path, start, dtype, tolerance):
     assert found == pytest.approx(log_probabilities(dense, ids), abs=tolerance)
 
 
-def test_a_fused_group_of_which_a_part_is_dense_is_refused_by_name(tmp_path, start):
-    _dense, packed = save_packed(tmp_path, flags=["--exclude", "layers.1.mlp.up_proj"])
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate_up_proj: .* model\.layers\.1\.mlp\.up_proj is dense"):
-        start(packed)
-
-
-def test_a_packed_output_layer_is_refused_by_name(tmp_path, start):
-    _dense, packed = save_packed(tmp_path, but=())
-    with pytest.raises(ValueError, match="lm_head: the layer is packed, but in vLLM it is a ParallelLMHead"):
-        start(packed)
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def set_dense_weight(tensors, layer):
@@ -116,13 +99,17 @@ def set_zero(tensors, layer):
     tensors[f"{layer}.indices"].zero_()
 
 
+def without(part):
+    return lambda tensors, layer: tensors.pop(f"{layer}.{part}")
+
+
 @pytest.mark.parametrize(
     ("damage", "bits", "message"),
     [
-        (lambda tensors, layer: tensors.pop(f"{layer}.values"), "16", "values: 0 of 1 parts are in the files"),
-        (lambda tensors, layer: tensors.pop(f"{layer}.values"), "4", "values: 0 of 1 parts are in the files"),
-        (lambda tensors, layer: tensors.pop(f"{layer}.scales"), "8", "scales: 0 of 1 parts are in the files"),
-        (lambda tensors, layer: tensors.pop(f"{layer}.indices"), "16", "indices: 0 of 1 parts are in the files"),
+        (without("values"), "16", "values: 0 of 1 parts are in the files"),
+        (without("values"), "4", "values: 0 of 1 parts are in the files"),
+        (without("scales"), "8", "scales: 0 of 1 parts are in the files"),
+        (without("indices"), "16", "indices: 0 of 1 parts are in the files"),
         (set_zero, "16", "indices out of order"),
         (set_codes, "16", "values are torch.int8, but config.json lists it with 16 bits"),
         (set_integers, "8", "its scales are torch.int32; pack the pruned folder again"),
@@ -132,28 +119,41 @@ def set_zero(tensors, layer):
 )
 def test_damaged_files_are_refused_by_name(tmp_path, start, damage, bits, message):
     _dense, packed = save_packed(tmp_path, flags=["--bits", bits])
-    tensors = load_file(packed / "model.safetensors")
-    damage(tensors, "model.layers.1.mlp.down_proj")
-    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    change_tensors(packed, lambda tensors: damage(tensors, "model.layers.1.mlp.down_proj"))
     with pytest.raises(ValueError, match=rf"model\.layers\.1\.mlp\.down_proj: .*{message}"):
         start(packed)
 
 
 def test_a_missing_part_of_a_fused_layer_is_refused(tmp_path, start):
     _dense, packed = save_packed(tmp_path, flags=["--bits", "8"])
-    tensors = load_file(packed / "model.safetensors")
-    del tensors["model.layers.1.self_attn.k_proj.values"]
-    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    change_tensors(packed, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.values"))
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.qkv_proj: values: 2 of 3 parts are in the files"):
         start(packed)
 
 
-def test_another_format_version_is_refused(tmp_path, start):
-    _dense, packed = save_packed(tmp_path)
+@pytest.mark.parametrize(
+    ("saved", "change", "message"),
+    [
+        (
+            {"flags": ["--bits", "8"]},
+            lambda entry: entry["bits"].update({"model.layers.1.self_attn.v_proj": 4}),
+            r"layers\.1\.self_attn\.qkv_proj: .* have 2:4 with 8 bits, 2:4 with 8 bits, 2:4 with 4 bits",
+        ),
+        (
+            {"flags": ["--exclude", "layers.1.mlp.up_proj"]},
+            lambda entry: None,
+            r"layers\.1\.mlp\.gate_up_proj: .* model\.layers\.1\.mlp\.up_proj is dense",
+        ),
+        ({"but": ()}, lambda entry: None, "lm_head: the layer is packed, but in vLLM it is a ParallelLMHead"),
+        ({}, lambda entry: entry.update(format_version=1), "pack the dense checkpoint again"),
+    ],
+)
+def test_packed_layers_that_vllm_cannot_serve_are_refused_by_name(tmp_path, start, saved, change, message):
+    _dense, packed = save_packed(tmp_path, **saved)
     config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"]["format_version"] = 1
+    change(config["quantization_config"])
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="pack the dense checkpoint again"):
+    with pytest.raises(ValueError, match=message):
         start(packed)
 
 
