@@ -289,7 +289,6 @@ def test_the_kernel_orders_places_as_the_equation_and_writes_nothing_else(archit
 @pytest.mark.parametrize("shape", [(72, 144), (96, 8192), (4096, 4096)], ids=str)
 @torch.no_grad()
 def test_every_tile_multiplies_and_twice_the_same(shape, layer_on_gpu, monkeypatch):
-    """In the second and third shape stream-K splits in_features."""
     layer = layer_on_gpu(*shape)
     for tile in cutlass.built_tiles(layer.values.device):
         monkeypatch.setattr(cutlass, "tile_for", lambda device, rows, tile=tile: tile)

@@ -29,8 +29,7 @@ except ImportError as error:
     )
 
 ANY_PLACES = 0x44  # places 0 and 1 of two blocks, for the padding of a tile
-# architecture -> [(most rows, tile)], with as few idle rows as possible; others not measured. The tile 128x64_streamk
-# is built as well but not chosen: it is for shapes with too few tiles for the GPU, and where it is faster is unknown.
+# architecture -> [(most rows, tile)], with as few idle rows as possible; others not measured
 TILES = {
     90: [(32, "64x32"), (128, "64x64"), (512, "128x128"), (None, "128x256")],
     80: [(128, "64x64"), (None, "128x128")],
