@@ -48,9 +48,9 @@ int checked_int(int64_t size) {
 }
 
 // y [rows, out_features] = x [rows, in_features] W^T + bias for 1 to 16 rows and an (m-2):m weight, all bfloat16 or all
-// float16, except that values with scales are codes: int8, or uint8 with two in each. GemvCall describes dependent.
+// float16, except that values with scales are codes: int8, or uint8 with two in each.
 void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
-          const OptionalTensor& bias, const at::Tensor& y, int64_t m, bool dependent, int64_t stream) {
+          const OptionalTensor& bias, const at::Tensor& y, int64_t m, int64_t stream) {
   check_sparse_linear(at::kCUDA, x, values, indices, scales, bias, y, m);
   check_alignment("x", x, 8);
   const Dtype dtype = dtype_of(x, "x");
@@ -68,10 +68,6 @@ void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indic
                       .x_features = checked_int(x.size(1)),
                       .m = checked_int(m),
                       .dtype = dtype,
-                      .warps = 0,
-                      .splits = 0,
-                      .tiles = 0,
-                      .dependent = dependent,
                       .codes = codes_of(values, scales),
                       .scales = data_or_null(scales)};
   if (call.out_features == 0 || call.in_features == 0) return;

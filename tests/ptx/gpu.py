@@ -83,7 +83,7 @@ class Launch(ctypes.Structure):
     """Launch in launch.h."""
 
     _fields_ = [(name, ctypes.c_uint * 3) for name in ("grid", "block", "cluster")]
-    _fields_ += [(name, ctypes.c_uint) for name in ("shared", "dependent", "parameter_bytes", "tensors", "seed")]
+    _fields_ += [(name, ctypes.c_uint) for name in ("shared", "parameter_bytes", "tensors", "seed")]
     _fields_ += [(name, ctypes.c_void_p) for name in ("parameters", "bounds", "step")]
     _fields_ += [("lane_bytes", ctypes.c_ulonglong)]
 

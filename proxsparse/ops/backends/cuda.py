@@ -1,11 +1,8 @@
 """The CUDA kernels: the only file that imports proxsparse._C_cuda."""
 
-import contextlib
 import importlib
 import math
 import re
-from collections.abc import Iterator
-from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -17,7 +14,7 @@ from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack, windows
 from proxsparse.reference.quantize import columns
 
-GEMV_ARGUMENTS = 9  # of _C.gemv
+GEMV_ARGUMENTS = 8  # of _C.gemv
 
 
 def loaded(name: str) -> tuple[ModuleType | None, str | None]:
@@ -34,8 +31,6 @@ def loaded(name: str) -> tuple[ModuleType | None, str | None]:
 
 
 _C, _missing = loaded("proxsparse._C_cuda")
-
-_dependent: ContextVar[bool] = ContextVar("proxsparse_dependent_launch", default=False)
 
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
@@ -127,25 +122,8 @@ def gemv(
     if x.data_ptr() % 8:  # the kernel reads 8 bytes of x at a time; the copy of a few KB can be captured
         x = x.clone()
     y = x.new_empty(len(x), len(values))
-    _call("gemv", x, values, indices, scales, bias, y, m, _dependent.get())
+    _call("gemv", x, values, indices, scales, bias, y, m)
     return y
-
-
-@contextlib.contextmanager
-def dependent_launch() -> Iterator[None]:
-    """Within the block, `gemv` in this thread may start to load weights before the previous kernel of its stream ends.
-
-    It reads x and writes y only after the previous kernel has ended (programmatic dependent launch of CUDA; compute
-    capability 9.0 or newer, without effect on older GPUs). Replays of a CUDA graph captured in the block do the same.
-
-    The packed weights must not change meanwhile: before the block, and before replaying a graph that was captured in
-    it, wait for the kernels that write values, indices or scales (torch.cuda.synchronize).
-    """
-    token = _dependent.set(True)
-    try:
-        yield
-    finally:
-        _dependent.reset(token)
 
 
 def cutlass_metadata_(indices: Tensor, metadata: Tensor, architecture: int) -> None:
