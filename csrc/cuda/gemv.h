@@ -145,8 +145,10 @@ __global__ void __launch_bounds__(max_warps(kWindows) * kLanes) gemv_kernel(Gemv
   float sums[kTiles][kGroups][4] = {};
   LaneWeights<Bits> weights[kTiles];
 
-  if (kAligned && column + kStep <= columns) {
-    load_step<Aligned<true>>(weights, packed, column);
+  const bool whole = kAligned && column + kStep <= columns;
+  if (whole) load_step<Aligned<true>>(weights, packed, column);
+  __syncwarp();  // the compiler computes no address of x before the loads, which would spill registers
+  if (whole) {
     stage_x<Bits, kWindows, true>(call, member * kColumns, column, x + mine);
 #pragma unroll 1
     for (; column + stride + kStep <= columns; column += stride) {
