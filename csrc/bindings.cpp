@@ -18,10 +18,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              without_gil);
   module.def("masked_weight_nm_", &proxsparse::masked_weight_nm_, py::arg("out"), py::arg("weight"),
              py::arg("pretrained"), py::arg("scale"), py::arg("n"), py::arg("m"), without_gil);
-  module.def("pack_n4", &proxsparse::pack_n4, py::arg("weight"), py::arg("n"), py::arg("values"), py::arg("indices"),
+  module.def("pack_24", &proxsparse::pack_24, py::arg("weight"), py::arg("values"), py::arg("indices"), without_gil);
+  module.def("unpack_24", &proxsparse::unpack_24, py::arg("values"), py::arg("indices"), py::arg("weight"),
              without_gil);
-  module.def("unpack_n4", &proxsparse::unpack_n4, py::arg("values"), py::arg("indices"), py::arg("n"),
-             py::arg("weight"), without_gil);
   module.def("quantize_nm", &proxsparse::quantize_nm, py::arg("values"), py::arg("codes"), py::arg("scales"),
              without_gil);
   module.def("dequantize_nm", &proxsparse::dequantize_nm, py::arg("codes"), py::arg("scales"), py::arg("values"),

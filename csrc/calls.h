@@ -52,11 +52,11 @@ struct MaskedWeightCall {
   int n, m;                  // as in ProxCall
 };
 
-// An n:4 weight and its packed format (proxsparse/reference describes it), in either direction.
+// A 2:4 weight and its packed format (proxsparse/reference describes it), in either direction.
 struct PackCall {
   void* weight;      // [rows, in_features]
-  void* values;      // [rows, in_features * n / 4]
-  uint8_t* indices;  // [rows, ceil(in_features * n / 16)]
+  void* values;      // [rows, in_features / 2]
+  uint8_t* indices;  // [rows, ceil(in_features / 8)]
   int64_t rows, in_features;
 };
 

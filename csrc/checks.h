@@ -169,15 +169,14 @@ inline MaskedWeightCall checked_masked_weight(at::DeviceType device, const at::T
           .m = static_cast<int>(m)};
 }
 
-// The weight of an n:4 pattern and its packed format.
-inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, int64_t n, const at::Tensor& values,
+// A 2:4 weight and its packed format.
+inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, const at::Tensor& values,
                              const at::Tensor& indices) {
-  TORCH_CHECK_VALUE(n >= 1 && n <= 3, "n=", n, ": only 1:4, 2:4 and 3:4 weights can be packed; leave the weight dense");
   check_in_features("weight", weight);
   check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
   auto sizes = weight.sizes().vec();
   const int64_t in_features = sizes.back();
-  sizes.back() = in_features / 4 * n;
+  sizes.back() = in_features / 2;
   check_tensor("values", values, device, sizes, weight.scalar_type());
   sizes.back() = (sizes.back() + 3) / 4;
   check_tensor("indices", indices, device, sizes, at::kByte);

@@ -51,16 +51,15 @@ void mask_nm(const at::Tensor& score, int64_t n, int64_t m, const at::Tensor& ma
 void masked_weight_nm_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
                        const OptionalTensor& scale, int64_t n, int64_t m);
 
-// weight -> kept values and their places; proxsparse/reference/pack.py describes the packed format. Returns false if a
-// block has more than n nonzeros; values and indices are then invalid.
+// A 2:4 weight -> kept values and their places; proxsparse/reference/pack.py describes the packed format. Returns false
+// if a block has more than two nonzeros; values and indices are then invalid.
 //   weight   [..., in_features]; float32, float64, bfloat16 or float16
-//   n        1, 2 or 3
-//   values   [..., k], k = in_features * n / 4, dtype of weight; overwritten
-//   indices  uint8, [..., ceil(k / 4)]; overwritten
-bool pack_n4(const at::Tensor& weight, int64_t n, const at::Tensor& values, const at::Tensor& indices);
+//   values   [..., in_features / 2], dtype of weight; overwritten
+//   indices  uint8, [..., ceil(in_features / 8)]; overwritten
+bool pack_24(const at::Tensor& weight, const at::Tensor& values, const at::Tensor& indices);
 
 // The inverse: overwrites weight. Places that are not in ascending order give wrong weights, but no invalid access.
-void unpack_n4(const at::Tensor& values, const at::Tensor& indices, int64_t n, const at::Tensor& weight);
+void unpack_24(const at::Tensor& values, const at::Tensor& indices, const at::Tensor& weight);
 
 // The values of a packed weight -> codes of 8 or 4 bits and scales; proxsparse/reference/quantize.py has the equations.
 //   values  [..., k]; float32, float64, bfloat16 or float16

@@ -28,8 +28,8 @@ TYPICAL_ARGUMENTS = {
     "adamw_prox_": (None,) * 6 + (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 0.1, 2, 4, 0.0, 0.1, None),
     "nm_mask": (2, 4),
     "masked_weight_": (None, None, None, 2, 4),
-    "pack_nm": (2, 4),
-    "unpack_nm": (None, 2, 4),
+    "pack_nm": (),
+    "unpack_nm": (None,),
     "quantize_nm": (4,),
     "dequantize_nm": (None, None),
 }

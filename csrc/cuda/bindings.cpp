@@ -78,7 +78,7 @@ PackCall checked_pack_24(const at::Tensor& weight, const at::Tensor& values, con
   const int64_t bytes = weight.element_size();
   TORCH_CHECK_VALUE(bytes == 2 || bytes == 4, "weight has dtype ", weight.scalar_type(),
                     ": this kernel supports numbers of 2 and 4 bytes");
-  const PackCall call = checked_pack(at::kCUDA, weight, 2, values, indices);
+  const PackCall call = checked_pack(at::kCUDA, weight, values, indices);
   check_alignment("weight", weight, 4 * bytes);
   check_alignment("values", values, 2 * bytes);
   checked_int(call.in_features);

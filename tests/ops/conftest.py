@@ -20,7 +20,7 @@ CALLS = {
     "adamw_prox_": (*[ZEROS] * 3, None, None, None, 3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, 0.0, 0.1, None),
     "nm_mask": (2, 4),
     "masked_weight_": (ZEROS, ZEROS, None, 2, 4),
-    "pack_nm": (2, 4),
+    "pack_nm": (),
 }
 
 

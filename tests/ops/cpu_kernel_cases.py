@@ -73,11 +73,11 @@ def check_pack(dtype, in_features, at_end):
     weight = pruned_weight((3, in_features), dtype)
     values, indices = pack.pack_nm(weight)
     result = fenced(torch.zeros_like(values), at_end), fenced(torch.zeros_like(indices), at_end)
-    assert _C.pack_n4(fenced(weight, at_end), 2, *result)
+    assert _C.pack_24(fenced(weight, at_end), *result)
     assert torch.equal(result[0], values)
     assert torch.equal(result[1], indices)
     back = fenced(torch.full_like(weight, torch.nan), at_end)
-    _C.unpack_n4(*result, 2, back)
+    _C.unpack_24(*result, back)
     assert torch.equal(back, weight)
 
 

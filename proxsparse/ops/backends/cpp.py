@@ -56,24 +56,22 @@ def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:
-    """For a weight, values or codes; every pattern that can be packed is supported."""
+    """For a weight, values or codes."""
     return _supports(tensor, 2, 4)
 
 
 @register_kernel("pack_nm", "cpp", supports=_supports_packed)
-def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    k = weight.shape[-1] // m * n
-    values = weight.new_empty((*weight.shape[:-1], k))
-    indices = weight.new_empty((*weight.shape[:-1], -(-k // 4)), dtype=torch.uint8)
-    if not _C.pack_n4(weight, n, values, indices):
-        pack.refuse_infeasible(weight, NMPattern(n, m))
+def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = pack.empty(weight)
+    if not _C.pack_24(weight, values, indices):
+        pack.refuse_infeasible(weight, pack.PATTERN)
     return values, indices
 
 
 @register_kernel("unpack_nm", "cpp", supports=_supports_packed)
-def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
-    weight = values.new_empty((*values.shape[:-1], values.shape[-1] // n * m))
-    _C.unpack_n4(values, indices, n, weight)
+def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
+    weight = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
+    _C.unpack_24(values, indices, weight)
     return weight
 
 

@@ -1,7 +1,6 @@
 """The CUDA kernels: the only file that imports proxsparse._C_cuda."""
 
 import importlib
-import math
 import re
 from types import ModuleType
 
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
-from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack, windows
 from proxsparse.reference.quantize import columns
 
@@ -66,35 +64,30 @@ def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tens
 # ------------------------------------------------------------------------------------------ packed 2:4 weights
 
 
-def _supports_packed(tensor: Tensor, n: int, m: int) -> str | None:
-    if reason := _supports(tensor, n, m) or missing():
+def _supports_packed(tensor: Tensor, *others) -> str | None:
+    if reason := _supports(tensor, 2, 4):
         return reason
-    if (n, m) != (2, 4) or tensor.element_size() not in (2, 4):
-        return f"packs 2:4 weights of 2 or 4 bytes, not {n}:{m} weights of {tensor.dtype}"
+    if tensor.element_size() not in (2, 4):
+        return f"packs weights of 2 or 4 bytes, not {tensor.dtype}"
     if tensor.data_ptr() % 16:
         return "the address of the tensor must be a multiple of 16 bytes"
     return None
 
 
 @register_kernel("pack_nm", "cuda", supports=_supports_packed)
-def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
-    values = weight.new_empty(rows, columns // 2)
-    indices = weight.new_empty((rows, -(-columns // 8)), dtype=torch.uint8)
+def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = pack.empty(weight)
     infeasible = weight.new_zeros(1, dtype=torch.int32)
-    _call("pack_24", weight.view(rows, columns), values, indices, infeasible)
+    _call("pack_24", weight, values, indices, infeasible)
     if infeasible.item():
-        pack.refuse_infeasible(weight, NMPattern(n, m))
-    leading = weight.shape[:-1]
-    return values.view(*leading, columns // 2), indices.view(*leading, indices.shape[1])
+        pack.refuse_infeasible(weight, pack.PATTERN)
+    return values, indices
 
 
-@register_kernel("unpack_nm", "cuda", supports=lambda values, indices, n, m: _supports_packed(values, n, m))
-def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
+@register_kernel("unpack_nm", "cuda", supports=_supports_packed)
+def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     weight = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
-    rows = math.prod(weight.shape[:-1])
-    matrices = (tensor.view(rows, tensor.shape[-1]) for tensor in (values, indices, weight))
-    _call("unpack_24", *matrices)
+    _call("unpack_24", values, indices, weight)
     return weight
 
 
