@@ -15,7 +15,7 @@ struct ProxCall {
   int64_t numel, in_features;  // multiples of 4 if m is 4; otherwise a row may end in a remainder
   Dtype dtype;
   double reg_lambda;  // > 0
-  int n, m;           // weights kept of every m: 1:4, 2:4, or m - 2 of m = 6, 8 or 10 (only on the CPU)
+  int m;              // n = m - 2 weights are kept of every m: 4, or 6, 8 or 10 (only on the CPU)
 };
 
 // One step of AdamW, then the prox, in place; `adamw_prox` in proxsparse/reference has the equations.
@@ -34,13 +34,13 @@ struct AdamWProxCall {
   double correction1;  // 1 / (1 - beta1^step), step counted from 1
   double correction2;  // 1 / sqrt(1 - beta2^step)
   double reg_lambda;   // 0: AdamW without the prox
-  int n, m;            // as in ProxCall
+  int m;               // as in ProxCall
   double frozen_lambda, frozen_eps;
   bool stochastic;  // rounding to bfloat16, with the random bits of `seed`
   uint64_t seed;
 };
 
-// out <- W0 where c * w * sign(W0) is among the n largest of its block, else 0.
+// out <- W0 where c * w * sign(W0) is among the m - 2 largest of its block, else 0.
 struct MaskedWeightCall {
   void* out;                   // [numel], stored as `pretrained`, in rows of in_features
   const void* weight;          // w, [numel] of `dtype`
@@ -49,7 +49,7 @@ struct MaskedWeightCall {
   int64_t numel, in_features;  // as in ProxCall
   Dtype dtype;
   bool pretrained_bfloat16;  // for a float32 weight only
-  int n, m;                  // as in ProxCall
+  int m;                     // as in ProxCall
 };
 
 // A 2:4 weight and its packed format (proxsparse/reference describes it), in either direction.

@@ -15,10 +15,10 @@ namespace proxsparse {
 
 // W <- argmin_V 1/2 |V - c W|^2 + reg_lambda * Reg_{n:m}(V), divided by c, in place.
 //   weight      [..., in_features]; float32, float64, bfloat16 or float16
-//   reg_lambda  finite, >= 0, in units of 1 / |c w|^(n-1)
-//   n, m        1:4, 2:4, or m - 2 of m = 6, 8 or 10, where the in_features % m last weights of a row do not change
+//   reg_lambda  finite, >= 0, in units of 1 / |c w|^(m-3)
+//   m           4, 6, 8 or 10; n = m - 2 are kept; the in_features % m last weights of a row do not change (m > 4)
 //   scale       c, [in_features], positive; float64 for a float64 weight, float32 otherwise; none means 1
-void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t n, int64_t m, const OptionalTensor& scale);
+void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t m, const OptionalTensor& scale);
 
 // One step of AdamW, then the prox, in one pass; `adamw_prox` in proxsparse/reference has the equations.
 //   weight               as above, but of any shape if reg_lambda is 0
@@ -32,24 +32,24 @@ void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t n, int64_t m,
 void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,
                  const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& pretrained,
                  const OptionalTensor& scale, int64_t step, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, double reg_lambda, int64_t n, int64_t m, double frozen_lambda, double frozen_eps,
+                 double weight_decay, double reg_lambda, int64_t m, double frozen_lambda, double frozen_eps,
                  std::optional<int64_t> seed);
 
-// mask <- true for the n largest scores of every m. Of equal scores, the one with the lower index is kept; a NaN is
+// mask <- true for the m - 2 largest scores of every m. Of equal scores, the one with the lower index is kept; a NaN is
 // treated as infinity.
 //   score  [..., in_features]; float32, float64, bfloat16 or float16
-//   n, m   as above; the remainder of a row is kept
+//   m      as above; the remainder of a row is kept
 //   mask   bool, shape of score; overwritten
-void mask_nm(const at::Tensor& score, int64_t n, int64_t m, const at::Tensor& mask);
+void mask_nm(const at::Tensor& score, int64_t m, const at::Tensor& mask);
 
-// out <- W0 where the score c * w * sign(W0) is among the n largest of its block, as in mask_nm; else +0.
+// out <- W0 where the score c * w * sign(W0) is among the m - 2 largest of its block, as in mask_nm; else +0.
 //   out         as pretrained; overwritten
 //   weight      [..., in_features]; float32, float64, bfloat16 or float16
 //   pretrained  W0, as weight, or bfloat16 for a float32 weight
 //   scale       c, [in_features]; float64 for a float64 weight, float32 otherwise; none means 1
-//   n, m        as in mask_nm
+//   m           as in mask_nm
 void masked_weight_nm_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
-                       const OptionalTensor& scale, int64_t n, int64_t m);
+                       const OptionalTensor& scale, int64_t m);
 
 // A 2:4 weight -> kept values and their places; proxsparse/reference/pack.py describes the packed format. Returns false
 // if a block has more than two nonzeros; values and indices are then invalid.

@@ -1,4 +1,4 @@
-"""The prox of 2:4 and 1:4 blocks in place: one pass over memory, with every block solved in registers (block.py).
+"""The prox of 2:4 blocks in place: one pass over memory, with every block solved in registers (block.py).
 
 The conventions (unchanged bits, signs of zeros, ties) are those of `proxsparse.reference.prox_nm`.
 """
@@ -36,7 +36,7 @@ BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
 NUM_WARPS = 1
 # The time of the interpreter depends on the number of programs and operations, not of blocks.
 BLOCKS_IN_INTERPRETER = 65536
-PATTERNS = ((1, 4), (2, 4), (4, 6), (6, 8), (8, 10))
+SIZES = (4, 6, 8, 10)  # m of the patterns (m-2):m
 # Weights per row of the table of a list. Long rows keep the table small; short rows waste less work at the end.
 WEIGHTS_PER_ROW = 2**18
 TRITON_DTYPE = {
@@ -80,14 +80,14 @@ def new_words(
 
 @triton.jit
 def prox_part(
-    words_ptr, words, start, scale_ptr, column, columns, reg_lambda, gain, largest,
-    N: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr,
+    words_ptr, words, start, scale_ptr, column, columns, reg_lambda, largest,
+    BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The prox of BLOCKS blocks; `largest` is lambda times the largest weight of the finite blocks, or more."""
     word = start + tl.arange(0, words_in(BLOCKS, dtype))
     old = tl.load(words_ptr + word, mask=word < words, other=0)
     v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
-    w0, w1, w2, w3 = shrink(v0, v1, v2, v3, reg_lambda, gain, largest, N, is_half(dtype), 2 if is_half(dtype) else 1)
+    w0, w1, w2, w3 = shrink(v0, v1, v2, v3, reg_lambda, largest, is_half(dtype), 2 if is_half(dtype) else 1)
     new = new_words(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
     tl.store(words_ptr + word, new, mask=word < words)
 
@@ -101,14 +101,14 @@ def load_words(words_ptr, words, BLOCKS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def prox_piece(
-    old, words_ptr, words, scale_ptr, column, columns, reg_lambda, gain,
-    N: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr,
+    old, words_ptr, words, scale_ptr, column, columns, reg_lambda,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The prox of a piece, `old`, which has been loaded from words_ptr."""
     WORDS: tl.constexpr = words_in(BLOCKS, dtype)
     v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
     largest = reg_lambda * largest_of(v0, v1, v2, v3)
-    if (N == 2) & (largest <= CONVEX_UP_TO):
+    if largest <= CONVEX_UP_TO:
         w0, w1, w2, w3 = descend_24(v0, v1, v2, v3, reg_lambda, largest, is_half(dtype))
         new = new_words(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
         word = tl.arange(0, WORDS)
@@ -119,9 +119,7 @@ def prox_piece(
         # In parts, which are loaded again from the cache: fewer blocks at once leave registers for more warps.
         for part in range(PARTS):
             first, start = part * (WORDS // PARTS), column + part * (4 * BLOCKS // PARTS)
-            prox_part(
-                words_ptr, words, first, scale_ptr, start, columns, reg_lambda, gain, largest, N, BLOCKS // PARTS, dtype
-            )
+            prox_part(words_ptr, words, first, scale_ptr, start, columns, reg_lambda, largest, BLOCKS // PARTS, dtype)
 
 
 @triton.jit
@@ -146,21 +144,19 @@ def piece_of_weight(
 
 
 @triton.jit(do_not_specialize=["pieces", "total"])
-def prox_n4_kernel(
+def prox_24_kernel(
     weight_ptr,  # [numel], contiguous, 16-byte aligned; changed in place
     scale_ptr,  # [columns] or None
     columns,  # in_features; without a scale, the whole weight is one row
     pieces,  # pieces per row, BLOCKS blocks each
     total,  # pieces in all rows
     reg_lambda: tl.float64,  # > 0; without the annotation Triton would pass fp32
-    gain: tl.float64,  # 1 / (1 - lambda), or 0 if lambda >= 1; in fp64, because fp32 would round 0.99999999 to 1
-    N: tl.constexpr,  # weights kept of every 4: 1 or 2
     BLOCKS: tl.constexpr,  # blocks per piece
     PARTS: tl.constexpr,  # parts of a piece, if not all of its blocks are small
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    reg_lambda, gain = tl.full((), reg_lambda, arithmetic), tl.full((), gain, arithmetic)
+    reg_lambda = tl.full((), reg_lambda, arithmetic)
     first, programs = tl.program_id(0), tl.num_programs(0)
     words_ptr, words, column = piece_of_weight(first, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS, dtype)
     old = load_words(words_ptr, words, BLOCKS, dtype)
@@ -169,54 +165,49 @@ def prox_n4_kernel(
             piece + programs, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS, dtype
         )
         following = load_words(next_ptr, next_words, BLOCKS, dtype)
-        prox_piece(old, words_ptr, words, scale_ptr, column, columns, reg_lambda, gain, N, BLOCKS, PARTS, dtype)
+        prox_piece(old, words_ptr, words, scale_ptr, column, columns, reg_lambda, BLOCKS, PARTS, dtype)
         old, words_ptr, words, column = following, next_ptr, next_words, next_column
 
 
 @triton.jit
 def piece_of_table(piece, total, table_ptr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr):
-    """(pointer to the first word of a piece, words from there on, lambda, gain); words <= 0: no piece."""
+    """(pointer to the first word of a piece, words from there on, lambda); words <= 0: no piece."""
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    row_ptr, exists = table_ptr + piece // PIECES * 4, piece < total
+    row_ptr, exists = table_ptr + piece // PIECES * 3, piece < total
     words_ptr = tl.multiple_of(tl.load(row_ptr, mask=exists, other=0).to(tl.pointer_type(word_of(dtype))), 16)
     weights = tl.multiple_of(tl.load(row_ptr + 1, mask=exists, other=0).to(tl.int32), 16)
     reg_lambda = tl.load(row_ptr + 2, mask=exists, other=0).to(tl.float64, bitcast=True).to(arithmetic)
-    gain = tl.load(row_ptr + 3, mask=exists, other=0).to(tl.float64, bitcast=True).to(arithmetic)
     start = piece % PIECES * words_in(BLOCKS, dtype)
-    return words_ptr + start, weights // (4 * BLOCKS // words_in(BLOCKS, dtype)) - start, reg_lambda, gain
+    return words_ptr + start, weights // (4 * BLOCKS // words_in(BLOCKS, dtype)) - start, reg_lambda
 
 
 @triton.jit(do_not_specialize=["total"])
 def prox_list_kernel(
-    table_ptr,  # int64 [rows, 4]: address of the first weight, how many (a multiple of 16), bits of lambda and gain
+    table_ptr,  # int64 [rows, 3]: address of the first weight, how many (a multiple of 16), bits of lambda
     total,  # pieces in all rows
     PIECES: tl.constexpr,  # pieces per row, BLOCKS blocks each
-    N: tl.constexpr,
     BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
     dtype: tl.constexpr,  # of all weights
 ):
     first, programs = tl.program_id(0), tl.num_programs(0)
-    words_ptr, words, reg_lambda, gain = piece_of_table(first, total, table_ptr, PIECES, BLOCKS, dtype)
+    words_ptr, words, reg_lambda = piece_of_table(first, total, table_ptr, PIECES, BLOCKS, dtype)
     old = load_words(words_ptr, words, BLOCKS, dtype)
     for piece in range(first, total, programs):
-        next_ptr, next_words, next_lambda, next_gain = piece_of_table(
-            piece + programs, total, table_ptr, PIECES, BLOCKS, dtype
-        )
+        next_ptr, next_words, next_lambda = piece_of_table(piece + programs, total, table_ptr, PIECES, BLOCKS, dtype)
         following = load_words(next_ptr, next_words, BLOCKS, dtype)
         if words > 0:
-            prox_piece(old, words_ptr, words, None, 0, 0, reg_lambda, gain, N, BLOCKS, PARTS, dtype)
-        old, words_ptr, words, reg_lambda, gain = following, next_ptr, next_words, next_lambda, next_gain
+            prox_piece(old, words_ptr, words, None, 0, 0, reg_lambda, BLOCKS, PARTS, dtype)
+        old, words_ptr, words, reg_lambda = following, next_ptr, next_words, next_lambda
 
 
 # ---------------------------------------------------------------------------------------------- the launchers
 
 
-def check_weight(weight: torch.Tensor, n: int, m: int = 4) -> None:
-    """Raises ValueError if these kernels do not support the weight or the pattern."""
-    if (n, m) not in PATTERNS:
-        names = ", ".join(f"{n}:{m}" for n, m in PATTERNS)
-        raise ValueError(f"n={n}, m={m}: these kernels support {names}; use the reference backend for other patterns")
+def check_weight(weight: torch.Tensor, m: int = 4) -> None:
+    """Raises ValueError if these kernels do not support the weight or the pattern (m-2):m."""
+    if m not in SIZES:
+        raise ValueError(f"m={m}: these kernels support m in {SIZES}; use the reference backend for other patterns")
     multiple = 4 if m == 4 else 2
     if weight.ndim == 0 or weight.shape[-1] % multiple or not weight.is_contiguous():
         raise ValueError(
@@ -239,11 +230,6 @@ def rows_and_blocks(weight: torch.Tensor, scale: torch.Tensor | None, m: int, bl
     in_row = triton.cdiv(columns, m)
     blocks = blocks_per_program(weight, in_row) if INTERPRETED else blocks * 4 // places(m)
     return columns, triton.cdiv(columns, m * blocks), blocks
-
-
-def gain_of(reg_lambda: float) -> float:
-    """1 / (1 - lambda) for 1:4, in fp64; 0 if lambda >= 1, where only the largest weight of a block remains."""
-    return 1 / (1 - reg_lambda) if reg_lambda < 1 else 0.0
 
 
 def blocks_per_program(weight: torch.Tensor, blocks: int, scaled: bool = False) -> int:
@@ -272,26 +258,26 @@ def start(kernel, arguments: tuple, weight: torch.Tensor, scaled: bool, total: i
         )
 
 
-def prox_n4_(weight: torch.Tensor, reg_lambda: float, n: int, scale: torch.Tensor | None = None) -> None:
-    """W <- argmin_V 1/2 ||V - c * W||_F^2 + lambda * Reg_{n:4}(V), divided by c, in place; n is 1 or 2.
+def prox_24_(weight: torch.Tensor, reg_lambda: float, scale: torch.Tensor | None = None) -> None:
+    """W <- argmin_V 1/2 ||V - c * W||_F^2 + lambda * Reg_{2:4}(V), divided by c, in place.
 
-    Reg_{n:4}(V) sums e_{n+1}(|v|) over the blocks of 4 (ProxSparse, equations 4 and 7); the minimiser is global.
+    Reg_{2:4}(V) sums e_3(|v|) over the blocks of 4 (ProxSparse, equations 4 and 7); the minimiser is global.
     Arithmetic is fp64 for float64 and fp32 otherwise, rounded once to the dtype of the weight.
 
     Args:
         weight: [..., in_features], contiguous; float32, bfloat16, float16 or float64; on a CUDA GPU, or on the CPU if
             the environment had TRITON_INTERPRET=1 when triton was imported. Changed in place. May be empty.
-        reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(n-1); 0 is the identity.
+        reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|; 0 is the identity.
         scale: c, [in_features], positive (only |c| counts), floating point, on the device of `weight`; None means 1.
     Raises:
-        ValueError: n is neither 1 nor 2, in_features is not a multiple of 4, or the weight is not contiguous.
+        ValueError: in_features is not a multiple of 4, or the weight is not contiguous.
     """
-    check_weight(weight, n)
+    check_weight(weight)
     if reg_lambda == 0 or weight.numel() == 0:
         return
     if weight.data_ptr() % 16:  # an unaligned view; the kernel loads 16 bytes at once
         aligned = weight.clone()
-        prox_n4_(aligned, reg_lambda, n, scale)
+        prox_24_(aligned, reg_lambda, scale)
         weight.copy_(aligned)
         return
     columns = weight.numel() if scale is None else weight.shape[-1]
@@ -299,36 +285,36 @@ def prox_n4_(weight: torch.Tensor, reg_lambda: float, n: int, scale: torch.Tenso
     pieces = triton.cdiv(columns, 4 * blocks)
     total = weight.numel() // columns * pieces
     scale = None if scale is None else scale.contiguous()
-    numbers = columns, pieces, total, float(reg_lambda), gain_of(reg_lambda)
-    start(prox_n4_kernel, (weight, scale, *numbers), weight, scale is not None, total, blocks, N=n)
+    numbers = columns, pieces, total, float(reg_lambda)
+    start(prox_24_kernel, (weight, scale, *numbers), weight, scale is not None, total, blocks)
 
 
-def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float], n: int) -> None:
-    """`prox_n4_` for each weight with its own lambda, in one launch, in place.
+def prox_list_24_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float]) -> None:
+    """`prox_24_` for each weight with its own lambda, in one launch, in place.
 
-    The kernel reads a table of addresses, sizes and lambdas (32 bytes for 2^18 weights: 0.8 MB for 6.5 billion), which
+    The kernel reads a table of addresses, sizes and lambdas (24 bytes for 2^18 weights: 0.6 MB for 6.5 billion), which
     is copied from pinned memory without waiting for the GPU and reused until one of its entries changes. A weight
     whose size or address is not a multiple of 16 is solved in a separate launch.
 
     Args:
-        weights: as for `prox_n4_`, all of one dtype and on one device; they must not overlap.
+        weights: as for `prox_24_`, all of one dtype and on one device; they must not overlap.
         reg_lambdas: one for each weight.
     Raises:
-        ValueError: as `prox_n4_`, or the weights differ in dtype or device.
+        ValueError: as `prox_24_`, or the weights differ in dtype or device.
         RuntimeError: a CUDA graph is being captured; its replays would read a table that is freed after a while.
     """
     if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prox_nm_list_ cannot be captured in a CUDA graph; capture prox_nm_ for each weight")
     entries = []
     for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
-        check_weight(weight, n)
+        check_weight(weight)
         if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
             raise ValueError(
                 f"a {weight.dtype} weight on {weight.device} in a list of {weights[0].dtype} on {weights[0].device}: "
                 "one launch supports one dtype and one device; use several lists"
             )
         if weight.numel() % 16 or weight.data_ptr() % 16:
-            prox_n4_(weight, reg_lambda, n)
+            prox_24_(weight, reg_lambda)
         elif reg_lambda != 0 and weight.numel() != 0:
             entries.append((weight.data_ptr(), weight.numel(), float(reg_lambda)))
     if not entries:
@@ -339,13 +325,13 @@ def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float],
     blocks = blocks_per_program(weights[0], WEIGHTS_PER_ROW // 4)
     pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * blocks)
     total = len(table) * pieces
-    constants = {"PIECES": pieces, "N": n, "dtype": TRITON_DTYPE[dtype]}
+    constants = {"PIECES": pieces, "dtype": TRITON_DTYPE[dtype]}
     start(prox_list_kernel, (table, total), weights[0], False, total, blocks, **constants)
 
 
 @functools.lru_cache(maxsize=8)
 def table_of(entries: tuple, itemsize: int, device: torch.device, stream: torch.Stream | None) -> torch.Tensor:
-    """The table of prox_list_kernel, int64 [rows, 4]: WEIGHTS_PER_ROW weights of a tensor per row, fewer in its last.
+    """The table of prox_list_kernel, int64 [rows, 3]: WEIGHTS_PER_ROW weights of a tensor per row, fewer in its last.
 
     Args:
         entries: (address, number of weights, lambda) for each weight.
@@ -354,7 +340,6 @@ def table_of(entries: tuple, itemsize: int, device: torch.device, stream: torch.
     """
     addresses, sizes, reg_lambdas = zip(*entries, strict=True)
     addresses, sizes = torch.tensor(addresses), torch.tensor(sizes)
-    gains = torch.tensor([gain_of(reg_lambda) for reg_lambda in reg_lambdas], dtype=torch.float64)
     reg_lambdas = torch.tensor(reg_lambdas, dtype=torch.float64)
     rows = (sizes + WEIGHTS_PER_ROW - 1) // WEIGHTS_PER_ROW
     entry = torch.repeat_interleave(torch.arange(len(entries)), rows)
@@ -363,7 +348,6 @@ def table_of(entries: tuple, itemsize: int, device: torch.device, stream: torch.
         addresses[entry] + first * itemsize,
         (sizes[entry] - first).clamp_max(WEIGHTS_PER_ROW),
         reg_lambdas[entry].view(torch.int64),
-        gains[entry].view(torch.int64),
     )
     table = torch.stack(columns, dim=1)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -33,8 +33,8 @@ def prox_wide_kernel(
 
 
 def prox_wide_(weight: torch.Tensor, reg_lambda: float, m: int, scale: torch.Tensor | None = None) -> None:
-    """`prox_n4_` for blocks of m = 6, 8 or 10, of which m - 2 weights are kept; a row may end in a remainder."""
-    check_weight(weight, m - 2, m)
+    """`prox_24_` for blocks of m = 6, 8 or 10, of which m - 2 weights are kept; a row may end in a remainder."""
+    check_weight(weight, m)
     if reg_lambda == 0 or weight.numel() == 0:
         return
     columns, pieces, blocks = rows_and_blocks(weight, scale, m, BLOCKS_PER_PART)

@@ -49,7 +49,7 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPo
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
   const AdamW<T> adamw(call);
-  const ProxParams<T> params(call.reg_lambda, call.n);
+  const ProxParams<T> params(call.reg_lambda);
   const bool stochastic = call.stochastic;
   BlockVectors<T> stepped;
   alignas(64) T numbers[kChunkWeights];  // the same weights in their order, for a prox with m > 4
@@ -132,7 +132,7 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPo
     };
     write(b, each(result, stepped.template load<V>(b), u, x, units<V>(params, scale, b).inverse));
   };
-  solve_chunk<Native<T>>(params, load, replace, finish);
+  solve_chunk<Native<T>>(load, replace, finish);
 }
 
 // A copy of the last, incomplete chunk of a tensor, padded with zeros.

@@ -36,7 +36,7 @@ PROXSPARSE_INLINE void prox_chunk(typename Format::Storage* weight, const T* sca
                               units<V>(params, kScaled ? scale : nullptr, b).inverse),
                          weight + 4 * b);
   };
-  solve_chunk<Format>(params, load, replace, finish);
+  solve_chunk<Format>(load, replace, finish);
 }
 
 // Chunks `begin` to `end` of the weight, or rows if m > 4.
@@ -45,7 +45,7 @@ void prox_chunks(const ProxCall& call, int64_t begin, int64_t end) {
   if (call.m > 4) return with_constant(call.m, [&](auto m) { wide_prox_rows<Format, m>(call, begin, end); });
   using T = typename Format::Arithmetic;
   using Storage = typename Format::Storage;
-  const ProxParams<T> params(call.reg_lambda, call.n);
+  const ProxParams<T> params(call.reg_lambda);
   const auto prox = [=](Storage* weight, int64_t first) {
     if (call.scale == nullptr) return prox_chunk<Format, false>(weight, static_cast<const T*>(nullptr), params);
     alignas(64) T scale[kChunkWeights];

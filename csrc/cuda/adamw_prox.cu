@@ -167,7 +167,7 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
       .size = call.numel,
       .in_features = call.in_features,
       .adamw = AdamW<T>(call),
-      .params = ProxParams<T>(call.reg_lambda, call.n),
+      .params = ProxParams<T>(call.reg_lambda),
       .prox = call.reg_lambda > 0,
       .stochastic = call.stochastic,
       .aligned = std::all_of(std::begin(tensors), std::end(tensors), is_aligned),

@@ -12,30 +12,30 @@ namespace {
 
 void check(cudaError_t status) { TORCH_CHECK(status == cudaSuccess, "CUDA: ", cudaGetErrorString(status)); }
 
-// prox_n4_ in csrc/ops.h, on the GPU; `stream` is a cudaStream_t.
-void prox_n4_(const at::Tensor& weight, double reg_lambda, int64_t n, const OptionalTensor& scale, int64_t stream) {
-  const ProxCall call = checked_prox(at::kCUDA, weight, reg_lambda, n, scale);
+// prox_nm_ in csrc/ops.h for 2:4, on the GPU; `stream` is a cudaStream_t.
+void prox_24_(const at::Tensor& weight, double reg_lambda, const OptionalTensor& scale, int64_t stream) {
+  const ProxCall call = checked_prox(at::kCUDA, weight, reg_lambda, scale);
   if (reg_lambda == 0 || call.numel == 0) return;
   check(launch_prox(call, reinterpret_cast<cudaStream_t>(stream)));
 }
 
-// adamw_prox_ in csrc/ops.h, on the GPU.
+// adamw_prox_ in csrc/ops.h for 2:4, on the GPU.
 void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,
                  const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& pretrained,
                  const OptionalTensor& scale, int64_t step, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, double reg_lambda, int64_t n, double frozen_lambda, double frozen_eps,
+                 double weight_decay, double reg_lambda, double frozen_lambda, double frozen_eps,
                  std::optional<int64_t> seed, int64_t stream) {
   const AdamWProxCall call =
       checked_adamw_prox(at::kCUDA, weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, step, lr, beta1,
-                         beta2, eps, weight_decay, reg_lambda, n, frozen_lambda, frozen_eps, seed);
+                         beta2, eps, weight_decay, reg_lambda, frozen_lambda, frozen_eps, seed);
   if (call.numel == 0) return;
   check(launch_adamw_prox(call, reinterpret_cast<cudaStream_t>(stream)));
 }
 
-// masked_weight_n4_ in csrc/ops.h, on the GPU.
-void masked_weight_n4_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
-                       const OptionalTensor& scale, int64_t n, int64_t stream) {
-  const MaskedWeightCall call = checked_masked_weight(at::kCUDA, out, weight, pretrained, scale, n);
+// masked_weight_nm_ in csrc/ops.h for 2:4, on the GPU.
+void masked_weight_24_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
+                       const OptionalTensor& scale, int64_t stream) {
+  const MaskedWeightCall call = checked_masked_weight(at::kCUDA, out, weight, pretrained, scale);
   if (call.numel == 0) return;
   check(launch_masked_weight(call, reinterpret_cast<cudaStream_t>(stream)));
 }
@@ -130,9 +130,9 @@ void cutlass_metadata_(const at::Tensor& indices, const at::Tensor& metadata, in
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The CUDA kernels of proxsparse; csrc/cuda/launch.h documents them.";
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
-  module.def("prox_n4_", &proxsparse::gpu::prox_n4_, without_gil);
+  module.def("prox_24_", &proxsparse::gpu::prox_24_, without_gil);
   module.def("adamw_prox_", &proxsparse::gpu::adamw_prox_, without_gil);
-  module.def("masked_weight_n4_", &proxsparse::gpu::masked_weight_n4_, without_gil);
+  module.def("masked_weight_24_", &proxsparse::gpu::masked_weight_24_, without_gil);
   module.def("gemv", &proxsparse::gpu::gemv, without_gil);
   module.def("pack_24", &proxsparse::gpu::pack_24, without_gil);
   module.def("unpack_24", &proxsparse::gpu::unpack_24, without_gil);

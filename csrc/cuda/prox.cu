@@ -1,4 +1,4 @@
-// The prox of 2:4 and 1:4 blocks in one pass over memory, in place.
+// The prox of 2:4 blocks in one pass over memory, in place.
 #include <iterator>
 
 #include "launch.h"
@@ -84,7 +84,7 @@ cudaError_t launch(const ProxCall& call, cudaStream_t stream) {
   using T = typename Format::Arithmetic;
   const ProxArguments<Format> arguments{static_cast<typename Format::Storage*>(call.weight), call.numel,
                                         call.in_features, static_cast<const T*>(call.scale),
-                                        ProxParams<T>(call.reg_lambda, call.n)};
+                                        ProxParams<T>(call.reg_lambda)};
   return launch_warps(call.scale ? prox_kernel<Format, true> : prox_kernel<Format, false>, call.numel,
                       LaneLayout<Format>::kWarpNumbers, arguments, stream);
 }

@@ -39,7 +39,7 @@ class ProxAdamW(Optimizer):
     Equivalent to `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), but reads and writes the weights
     once. The equations are in `reference.adamw_prox`. Groups and lr = 0 work as described in ProxOptimizer; `.grad` is
     not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0 take the plain AdamW step.
-    Any pattern is supported; 1:4, 2:4, 4:6, 6:8 and 8:10 have fused kernels.
+    Any pattern is supported; 2:4, 4:6, 6:8 and 8:10 have fused kernels.
 
     `state_dict()` has the format of torch.optim.AdamW and ProxOptimizer(AdamW) with additional keys, and each of the
     three can load the state of the others, which ignore W0 and a scaling. Loading keeps the dtypes given here.

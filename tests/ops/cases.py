@@ -207,13 +207,12 @@ CASES = {
         lambda t: prox_in_float64(t, {"weight": 0.7}),
         lambda t: (t["weight"], 0.7, 2, 4, None),
     ),
-    "prox, 1:4, scaled": Case(
+    "prox, scaled": Case(
         "prox_nm_",
         lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed), "scale": scaling(shape, dtype)},
-        lambda t: {"weight": prox_nm_(t["weight"], 0.4, "1:4", t["scale"])},
-        lambda t: prox_in_float64(t, {"weight": 0.4}, "1:4"),
-        lambda t: (t["weight"], 0.4, 1, 4, t["scale"]),
-        pattern="1:4",
+        lambda t: {"weight": prox_nm_(t["weight"], 0.4, scale=t["scale"])},
+        lambda t: prox_in_float64(t, {"weight": 0.4}),
+        lambda t: (t["weight"], 0.4, 2, 4, t["scale"]),
     ),
     "prox of a list": Case(
         "prox_nm_list_",
@@ -274,16 +273,15 @@ CASES = {
         lambda t: (t["out"], t["weight"], t["pretrained"], None, 2, 4),
         same_bits=True,
     ),
-    "masked weight, 1:4, W0 of another dtype": Case(  # the op converts it
+    "masked weight, W0 of another dtype": Case(  # the op converts it
         "masked_weight_",
         lambda shape, dtype, seed: {
             **{"out": torch.zeros(shape, dtype=dtype), "weight": hard(shape, dtype, seed)},
             "pretrained": other_dtype(shape, dtype, seed + 1),
         },
-        lambda t: {"out": masked_weight_(**t, pattern="1:4")},
-        lambda t: {"out": masked(t["weight"], t["pretrained"].to(t["out"].dtype), pattern="1:4")},
-        lambda t: (t["out"], t["weight"], t["pretrained"], None, 1, 4),
-        pattern="1:4",
+        lambda t: {"out": masked_weight_(**t)},
+        lambda t: {"out": masked(t["weight"], t["pretrained"].to(t["out"].dtype))},
+        lambda t: (t["out"], t["weight"], t["pretrained"], None, 2, 4),
         same_bits=True,
     ),
     "pack": Case(

@@ -266,7 +266,7 @@ def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkey
     module = ModuleType("compiled")
     if arguments:
         signature = ", ".join(f"arg{number}: torch.Tensor" for number in range(arguments))
-        module.gemv, module.masked_weight_n4_ = SimpleNamespace(__doc__=f"gemv({signature}) -> None\n"), None
+        module.gemv, module.masked_weight_24_ = SimpleNamespace(__doc__=f"gemv({signature}) -> None\n"), None
     monkeypatch.setitem(sys.modules, "compiled", module)
     found, reason = cuda.loaded("compiled")
     if arguments == cuda.GEMV_ARGUMENTS:

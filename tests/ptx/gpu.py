@@ -239,7 +239,7 @@ class Extension:
         return call
 
 
-FILES = {"prox_n4_": "prox", "masked_weight_n4_": "masked_weight", "adamw_prox_": "adamw_prox", "pack_24": "pack"}
+FILES = {"prox_24_": "prox", "masked_weight_24_": "masked_weight", "adamw_prox_": "adamw_prox", "pack_24": "pack"}
 FILES |= {"unpack_24": "pack", "cutlass_metadata_": "metadata", "gemv": "gemv"}
 
 

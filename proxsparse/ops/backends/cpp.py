@@ -7,11 +7,11 @@ from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
-from proxsparse.patterns import FAST, NMPattern
+from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.reference import pack
 from proxsparse.reference.quantize import CODES, columns, shape_of_scales
 
-NEWEST = "sparse_linear_direct"  # the function that was added last
+NEWEST = "pack_24"  # the function that was added last
 try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
     if not hasattr(_C, NEWEST):
@@ -26,8 +26,8 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
         return _missing
     if tensor.device.type != "cpu":
         return f"supports only the CPU, but the tensor is on {tensor.device}"
-    if NMPattern(n, m) not in FAST:
-        return f"supports the patterns {', '.join(map(str, FAST))}, not {n}:{m}"
+    if NMPattern(n, m) not in WINDOWED:
+        return f"supports the patterns {', '.join(map(str, WINDOWED))}, not {n}:{m}"
     return None
 
 
@@ -35,24 +35,26 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
         scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
-    _C.prox_nm_(weight, reg_lambda, n, m, scale)
+    _C.prox_nm_(weight, reg_lambda, m, scale)
 
 
 @register_kernel("nm_mask", "cpp", supports=_supports)
 def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
     mask = torch.empty(score.shape, dtype=torch.bool)
-    _C.mask_nm(score, n, m, mask)
+    _C.mask_nm(score, m, mask)
     return mask
 
 
 @register_kernel("masked_weight_", "cpp", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
-    _C.masked_weight_nm_(out, weight, pretrained, scale, n, m)
+    _C.masked_weight_nm_(out, weight, pretrained, scale, m)
 
 
 @register_kernel("adamw_prox_", "cpp", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
-    _C.adamw_prox_(weight, grad.to(weight.dtype), *arguments)  # a copy only of a bf16 gradient of a float32 weight
+    *head, _n, m, frozen_lambda, frozen_eps, seed = arguments
+    grad = grad.to(weight.dtype)  # a copy only of a bf16 gradient of a float32 weight
+    _C.adamw_prox_(weight, grad, *head, m, frozen_lambda, frozen_eps, seed)
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:

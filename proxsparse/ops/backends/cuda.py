@@ -23,7 +23,7 @@ def loaded(name: str) -> tuple[ModuleType | None, str | None]:
         remedy = "with a CUDA build of torch and nvcc, reinstall proxsparse"
         return None, f"the compiled CUDA extension is missing ({error}); remedy: {remedy}"
     signature = getattr(getattr(extension, "gemv", None), "__doc__", None) or ""  # pybind11 names each argument there
-    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "masked_weight_n4_"):
+    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "masked_weight_24_"):
         return None, "the CUDA extension belongs to another version of proxsparse; remedy: reinstall proxsparse"
     return extension, None
 
@@ -36,8 +36,8 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
         return f"supports only CUDA GPUs, but the tensor is on {tensor.device}"
     if reason := rocm() or _missing:
         return reason
-    if m != 4 or n not in (1, 2):
-        return f"supports the patterns 2:4 and 1:4, not {n}:{m}"
+    if (n, m) != (2, 4):
+        return f"supports the pattern 2:4, not {n}:{m}"
     if torch.cuda.get_device_capability(tensor.device) < (8, 0):
         return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(tensor.device)}"
     return None
@@ -47,18 +47,18 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
         scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
-    _call("prox_n4_", weight, reg_lambda, n, scale)
+    _call("prox_24_", weight, reg_lambda, scale)
 
 
 @register_kernel("adamw_prox_", "cuda", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
-    *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
-    _call("adamw_prox_", weight, grad.to(weight.dtype), *head, n, frozen_lambda, frozen_eps, seed)
+    *head, _n, _m, frozen_lambda, frozen_eps, seed = arguments
+    _call("adamw_prox_", weight, grad.to(weight.dtype), *head, frozen_lambda, frozen_eps, seed)
 
 
 @register_kernel("masked_weight_", "cuda", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
-    _call("masked_weight_n4_", out, weight, pretrained, scale, n)
+    _call("masked_weight_24_", out, weight, pretrained, scale)
 
 
 # ------------------------------------------------------------------------------------------ packed 2:4 weights
