@@ -9,10 +9,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("prox_nm_", &proxsparse::prox_nm_, py::arg("weight"), py::arg("reg_lambda"), py::arg("m"),
              py::arg("scale") = py::none(), without_gil);
   module.def("adamw_prox_", &proxsparse::adamw_prox_, py::arg("weight"), py::arg("grad"), py::arg("exp_avg"),
-             py::arg("exp_avg_sq"), py::arg("master"), py::arg("pretrained"), py::arg("scale"), py::arg("step"),
-             py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-             py::arg("reg_lambda"), py::arg("m"), py::arg("frozen_lambda"), py::arg("frozen_eps"), py::arg("seed"),
-             without_gil);
+             py::arg("exp_avg_sq"), py::arg("master"), py::arg("scale"), py::arg("step"), py::arg("lr"),
+             py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("reg_lambda"),
+             py::arg("m"), py::arg("seed"), without_gil);
   module.def("cpu_capability", &proxsparse::cpu_capability);
   module.def("mask_nm", &proxsparse::mask_nm, py::arg("score"), py::arg("m"), py::arg("mask"), without_gil);
   module.def("masked_weight_nm_", &proxsparse::masked_weight_nm_, py::arg("out"), py::arg("weight"),

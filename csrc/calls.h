@@ -24,7 +24,6 @@ struct AdamWProxCall {
   void *exp_avg, *exp_avg_sq;  // [numel] of A, or of bfloat16 if moments_bfloat16
   void* master;                // [numel] of A; null: the weight is updated without a master copy
   const void* grad;            // [numel] of `dtype`
-  const void* pretrained;      // [numel] of `dtype`; null: no frozen-weight term
   const void* scale;           // c, [in_features] of A; null means 1
   int64_t numel, in_features;  // as in ProxCall if reg_lambda > 0
   Dtype dtype;
@@ -35,8 +34,7 @@ struct AdamWProxCall {
   double correction2;  // 1 / sqrt(1 - beta2^step)
   double reg_lambda;   // 0: AdamW without the prox
   int m;               // as in ProxCall
-  double frozen_lambda, frozen_eps;
-  bool stochastic;  // rounding to bfloat16, with the random bits of `seed`
+  bool stochastic;     // rounding to bfloat16, with the random bits of `seed`
   uint64_t seed;
 };
 

@@ -93,11 +93,9 @@ inline ProxCall checked_prox(at::DeviceType device, const at::Tensor& weight, do
 // The arguments of adamw_prox_ (ops.h).
 inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor& weight, const at::Tensor& grad,
                                         const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                                        const OptionalTensor& master, const OptionalTensor& pretrained,
-                                        const OptionalTensor& scale, int64_t step, double lr, double beta1,
-                                        double beta2, double eps, double weight_decay, double reg_lambda,
-                                        double frozen_lambda, double frozen_eps, std::optional<int64_t> seed,
-                                        int64_t m = 4) {
+                                        const OptionalTensor& master, const OptionalTensor& scale, int64_t step,
+                                        double lr, double beta1, double beta2, double eps, double weight_decay,
+                                        double reg_lambda, std::optional<int64_t> seed, int64_t m = 4) {
   const Dtype kind = dtype_of(weight, "weight");
   const at::ScalarType dtype = weight.scalar_type(), arithmetic = arithmetic_of(weight);
   const bool moments_bfloat16 = exp_avg.scalar_type() == at::kBFloat16 && kind != kFloat64;
@@ -111,8 +109,6 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
   TORCH_CHECK_VALUE(!master || kind == kBFloat16 || kind == kFloat16, "master: a ", dtype,
                     " weight needs no master copy; pass none");
   if (master) check("master", *master, at::kFloat);
-  if (pretrained) check("pretrained", *pretrained, dtype);
-  TORCH_CHECK_VALUE(pretrained || frozen_lambda == 0, "frozen_lambda=", frozen_lambda, " needs the pretrained weights");
   if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic);
   TORCH_CHECK_VALUE(step >= 1, "step=", step, ": steps are counted from 1");
   check_reg_lambda(reg_lambda);
@@ -122,7 +118,6 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
           .exp_avg_sq = exp_avg_sq.mutable_data_ptr(),
           .master = master ? master->mutable_data_ptr() : nullptr,
           .grad = grad.const_data_ptr(),
-          .pretrained = frozen_lambda > 0 ? data_or_null(pretrained) : nullptr,
           .scale = data_or_null(scale),
           .numel = weight.numel(),
           .in_features = in_features_of(weight),
@@ -137,8 +132,6 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
           .correction2 = 1 / std::sqrt(1 - std::pow(beta2, step)),
           .reg_lambda = reg_lambda,
           .m = static_cast<int>(m),
-          .frozen_lambda = frozen_lambda,
-          .frozen_eps = frozen_eps,
           .stochastic = seed.has_value(),
           .seed = static_cast<uint64_t>(seed.value_or(0))};
 }

@@ -25,14 +25,12 @@ void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t m, const Opti
 //   grad                 as weight; not changed
 //   exp_avg, exp_avg_sq  shape of weight; float64 for a float64 weight, float32 or bfloat16 otherwise
 //   master               float32, for a bfloat16 or float16 weight, or none
-//   pretrained           as weight; may be none if frozen_lambda is 0
 //   scale                as above
 //   step                 counted from 1
 //   seed                 of stochastic rounding to bfloat16, 64 bits; none means rounding to nearest
 void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,
-                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& pretrained,
-                 const OptionalTensor& scale, int64_t step, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, double reg_lambda, int64_t m, double frozen_lambda, double frozen_eps,
+                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& scale, int64_t step,
+                 double lr, double beta1, double beta2, double eps, double weight_decay, double reg_lambda, int64_t m,
                  std::optional<int64_t> seed);
 
 // mask <- true for the m - 2 largest scores of every m. Of equal scores, the one with the lower index is kept; a NaN is

@@ -25,7 +25,7 @@ PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf"
 TYPICAL_ARGUMENTS = {
     "prox_nm_": (0.1, 2, 4, None),
     "prox_nm_list_": (2, 4),
-    "adamw_prox_": (None,) * 6 + (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 0.1, 2, 4, 0.0, 0.1, None),
+    "adamw_prox_": (None,) * 5 + (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 0.1, 2, 4, None),
     "nm_mask": (2, 4),
     "masked_weight_": (None, None, None, 2, 4),
     "pack_nm": (),

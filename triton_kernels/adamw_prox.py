@@ -1,4 +1,4 @@
-"""AdamW, the gradient of the frozen-weight term, the scale and the exact prox in one pass over all tensors.
+"""AdamW, the scale and the exact prox in one pass over all tensors.
 
 One launch serves many weights, and can also write W0 under the mask of the new weight. The equations are in
 `proxsparse.reference.adamw_prox`; block.py has the prox of a block.
@@ -61,12 +61,12 @@ def rounded(x, random, dtype: tl.constexpr):
 
 
 # A row of the table is up to ROW_PIECES pieces of one weight: addresses, sizes, and the bits of float64 numbers.
-ADDRESSES = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale", "out", "out_pretrained")
+ADDRESSES = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "scale", "out", "out_pretrained")
 SIZES = ("columns", "pieces", "first", "total", "seed")
 NUMBERS = ("decay", "rate", "root_factor", "unit")
 ENTRIES = tl.constexpr(len(ADDRESSES + SIZES + NUMBERS))
 FIRST = (ADDRESSES + SIZES).index("first")
-ROW_PIECES = 1024  # long rows keep the table small: 144 bytes for 2^18 weights; short rows waste less work at the end
+ROW_PIECES = 1024  # long rows keep the table small: 136 bytes for 2^18 weights; short rows waste less work at the end
 
 
 @triton.jit
@@ -97,14 +97,11 @@ def adamw_prox_kernel(
     beta1: tl.float64,  # without the annotations Triton would pass fp32
     beta2: tl.float64,
     eps: tl.float64,
-    frozen_lambda: tl.float64,
-    frozen_eps: tl.float64,
     dtype: tl.constexpr,  # of the weights
     grad_dtype: tl.constexpr,  # that of the weight, or bfloat16 for a float32 weight
     moment: tl.constexpr,  # the arithmetic's dtype or bfloat16
     out_dtype: tl.constexpr,  # of `out` and its W0, or None: `out` is not written
     MASTER: tl.constexpr,  # whether there are float32 masters
-    FROZEN: tl.constexpr,  # whether there is a frozen-weight term
     SCALED: tl.constexpr,  # whether there are scales, of the arithmetic's dtype
     STOCHASTIC: tl.constexpr,  # rounding
     ALIGNED: tl.constexpr,  # whether addresses and columns are multiples of 16
@@ -114,11 +111,11 @@ def adamw_prox_kernel(
 ):
     arithmetic: tl.constexpr = arithmetic_of(dtype)
     row_ptr = table_ptr + tl.program_id(0) // row_pieces * ENTRIES
-    columns, pieces = tl.load(row_ptr + 9), tl.load(row_ptr + 10).to(tl.int32)
-    piece, total = (tl.load(row_ptr + 11) + tl.program_id(0) % row_pieces).to(tl.int32), tl.load(row_ptr + 12)
-    seed = tl.load(row_ptr + 13)
-    decay, rate = number(row_ptr, 14, arithmetic), number(row_ptr, 15, arithmetic)
-    root_factor, unit = number(row_ptr, 16, arithmetic), number(row_ptr, 17, arithmetic)
+    columns, pieces = tl.load(row_ptr + 8), tl.load(row_ptr + 9).to(tl.int32)
+    piece, total = (tl.load(row_ptr + 10) + tl.program_id(0) % row_pieces).to(tl.int32), tl.load(row_ptr + 11)
+    seed = tl.load(row_ptr + 12)
+    decay, rate = number(row_ptr, 13, arithmetic), number(row_ptr, 14, arithmetic)
+    root_factor, unit = number(row_ptr, 15, arithmetic), number(row_ptr, 16, arithmetic)
     if SCALED or M > 4:
         columns = columns.to(tl.int32)  # of a row; otherwise of the whole weight
     if ALIGNED and M == 4:  # for other blocks Triton fails, as in wide_prox.py
@@ -126,7 +123,6 @@ def adamw_prox_kernel(
 
     one_minus_beta1, one_minus_beta2 = tl.full((), 1 - beta1, arithmetic), tl.full((), 1 - beta2, arithmetic)
     beta1, beta2, eps = tl.full((), beta1, arithmetic), tl.full((), beta2, arithmetic), tl.full((), eps, arithmetic)
-    frozen_lambda, frozen_eps = tl.full((), frozen_lambda, arithmetic), tl.full((), frozen_eps, arithmetic)
 
     index, column, inside = weights_of_piece(piece, columns, pieces, SCALED, BLOCKS, M)
     inside = inside & (piece < total)
@@ -138,12 +134,8 @@ def adamw_prox_kernel(
         w = load_piece(row_ptr, 4, index, inside, 0.0, tl.float32, ALIGNED)
     c = None
     if SCALED:
-        c = load_piece(row_ptr, 6, column, inside, 1.0, arithmetic, ALIGNED)
+        c = load_piece(row_ptr, 5, column, inside, 1.0, arithmetic, ALIGNED)
 
-    if FROZEN:
-        w0 = widened(load_piece(row_ptr, 5, index, inside, 1.0, dtype, ALIGNED), arithmetic)
-        span = tl.where(w0 >= 0, w0 + frozen_eps, w0 - frozen_eps)
-        g += frozen_lambda * (2 * w * (w - w0) * (2 * w - w0) / (span * span))
     if c is not None:
         g = g / c
     mean = beta1 * mean + one_minus_beta1 * g
@@ -169,9 +161,9 @@ def adamw_prox_kernel(
     tl.store(address(row_ptr, 2, moment, ALIGNED) + index, rounded(mean, mean_bits, moment), mask=inside)
     tl.store(address(row_ptr, 3, moment, ALIGNED) + index, rounded(square, square_bits, moment), mask=inside)
     if out_dtype is not None:
-        pretrained = load_piece(row_ptr, 8, index, inside, 0.0, out_dtype, ALIGNED)
+        pretrained = load_piece(row_ptr, 7, index, inside, 0.0, out_dtype, ALIGNED)
         result = under_mask(widened(new, arithmetic), pretrained, c, column, columns, BLOCKS, M)
-        tl.store(address(row_ptr, 7, out_dtype, ALIGNED) + index, result, mask=inside)
+        tl.store(address(row_ptr, 6, out_dtype, ALIGNED) + index, result, mask=inside)
 
 
 class Step(NamedTuple):
@@ -186,7 +178,6 @@ class Step(NamedTuple):
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     master: torch.Tensor | None
-    pretrained: torch.Tensor | None
     scale: torch.Tensor | None  # in float32 (float64 for a float64 weight)
     step: int
     lr: float
@@ -197,16 +188,13 @@ class Step(NamedTuple):
     reg_lambda: float
     n: int  # n and m are ignored if reg_lambda is 0 and `out` is None
     m: int
-    frozen_lambda: float
-    frozen_eps: float
     seed: int | None  # in [-2^63, 2^63)
     out: torch.Tensor | None = None  # becomes W0 under the mask of the new weight, as in `masked_weight_nm_`
     out_pretrained: torch.Tensor | None = None  # W0 for `out`, of its dtype
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """Those in ADDRESSES that the kernel uses."""
-        found = {name: getattr(self, name) for name in ADDRESSES}
-        return found | ({} if self.frozen_lambda > 0 else {"pretrained": None})
+        """Those in ADDRESSES."""
+        return {name: getattr(self, name) for name in ADDRESSES}
 
     @property
     def block(self) -> int:
@@ -217,15 +205,14 @@ class Step(NamedTuple):
         """What is equal for all weights of a launch."""
         tensors = self.tensors()
         aligned = not any(t.data_ptr() % 16 for t in tensors.values() if t is not None)
-        has = {name: tensors[name] is not None for name in ("master", "pretrained", "scale", "out")}
+        has = {name: tensors[name] is not None for name in ("master", "scale", "out")}
         return {
-            **{name: float(getattr(self, name)) for name in ("beta1", "beta2", "eps", "frozen_lambda", "frozen_eps")},
+            **{name: float(getattr(self, name)) for name in ("beta1", "beta2", "eps")},
             "dtype": TRITON_DTYPE[self.weight.dtype],
             "grad_dtype": TRITON_DTYPE[self.grad.dtype],
             "moment": TRITON_DTYPE[self.exp_avg.dtype],
             "out_dtype": TRITON_DTYPE[self.out.dtype] if has["out"] else None,
             "MASTER": has["master"],
-            "FROZEN": has["pretrained"],
             "SCALED": has["scale"],
             "STOCHASTIC": self.seed is not None,
             "ALIGNED": aligned and self.weight.ndim > 0 and self.weight.shape[-1] % 16 == 0,

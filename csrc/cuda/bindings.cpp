@@ -21,13 +21,11 @@ void prox_24_(const at::Tensor& weight, double reg_lambda, const OptionalTensor&
 
 // adamw_prox_ in csrc/ops.h for 2:4, on the GPU.
 void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,
-                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& pretrained,
-                 const OptionalTensor& scale, int64_t step, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, double reg_lambda, double frozen_lambda, double frozen_eps,
+                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& scale, int64_t step,
+                 double lr, double beta1, double beta2, double eps, double weight_decay, double reg_lambda,
                  std::optional<int64_t> seed, int64_t stream) {
-  const AdamWProxCall call =
-      checked_adamw_prox(at::kCUDA, weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, step, lr, beta1,
-                         beta2, eps, weight_decay, reg_lambda, frozen_lambda, frozen_eps, seed);
+  const AdamWProxCall call = checked_adamw_prox(at::kCUDA, weight, grad, exp_avg, exp_avg_sq, master, scale, step, lr,
+                                                beta1, beta2, eps, weight_decay, reg_lambda, seed);
   if (call.numel == 0) return;
   check(launch_adamw_prox(call, reinterpret_cast<cudaStream_t>(stream)));
 }

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxsparse.ops.adamw_prox import check_frozen, check_numbers
+from proxsparse.ops.adamw_prox import arithmetic_of, check_numbers
 from proxsparse.ops.adamw_prox_list import Masked, adamw_prox_list_
+from proxsparse.ops.prox import in_range
 from proxsparse.optim import param_groups
 from proxsparse.patterns import PatternLike, check_dtype
+from proxsparse.reference import frozen_penalty_grad
 from proxsparse.runtime.sharding import local
 
 # The other keys in the groups of torch's AdamW, so that each optimizer can load the state of the other. VARIANTS select
@@ -18,7 +20,7 @@ from proxsparse.runtime.sharding import local
 # values.
 VARIANTS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 EXECUTION = {"foreach": None, "capturable": False, "fused": None}
-WITHOUT_PROX = {"reg_lambda": 0.0, "frozen_lambda": 0.0, "scale": None}
+WITHOUT_PROX = {"reg_lambda": 0.0, "scale": None}
 # Attributes of the optimizer that are not part of the state.
 SETUP = ("moment_dtype", "master_weights", "stochastic_rounding")
 
@@ -37,8 +39,9 @@ class ProxAdamW(Optimizer):
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W) in one pass over weight, gradient and moments.
 
     Equivalent to `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), but reads and writes the weights
-    once. The equations are in `reference.adamw_prox`. Groups and lr = 0 work as described in ProxOptimizer; `.grad` is
-    not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0 take the plain AdamW step.
+    once. The equations are in `reference.adamw_prox`; grad includes the gradient of the frozen-weight term, in the
+    dtype of the weight (`reference.frozen_penalty_grad`). Groups and lr = 0 work as described in ProxOptimizer; `.grad`
+    is not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0 take the plain AdamW step.
     Any pattern is supported; 2:4, 4:6, 6:8 and 8:10 have fused kernels.
 
     `state_dict()` has the format of torch.optim.AdamW and ProxOptimizer(AdamW) with additional keys, and each of the
@@ -52,9 +55,9 @@ class ProxAdamW(Optimizer):
     becomes W0 under the mask of the new parameter (`ops.masked_weight_`, with the pattern and scaling of the prox).
 
     Memory per weight, in addition to the weight and its gradient: moments take 8 bytes in float32 or 4 in bfloat16; a
-    master takes 4 bytes; frozen_lambda > 0 adds W0. With the lambda of the paper, a prox step is 1 to 3 units in the
-    last place of a bfloat16 weight, and much of it is lost when rounding to nearest. Use master weights, or stochastic
-    rounding, which is unbiased and needs no memory.
+    master takes 4 bytes; frozen_lambda > 0 adds W0, and another gradient during the step. With the lambda of the paper,
+    a prox step is 1 to 3 units in the last place of a bfloat16 weight, and much of it is lost when rounding to nearest.
+    Use master weights, or stochastic rounding, which is unbiased and needs no memory.
 
     Args:
         params: as in any torch optimizer; groups may have their own values of lr to frozen_eps and seed.
@@ -247,25 +250,27 @@ class ProxAdamW(Optimizer):
         pruned, scale, steps = set(param_groups.pruned_parameters(group)), group["prox_scale"], {}
         for number, parameter in enumerate(group["params"], first):
             if parameter.grad is not None:
-                prox = WITHOUT_PROX
+                prox, frozen_lambda = WITHOUT_PROX, 0.0
                 scale = None if scale is None else scale.to(parameter.device)
                 if parameter in pruned:
-                    prox = {"reg_lambda": reg_lambda, "frozen_lambda": group["frozen_lambda"], "scale": scale}
-                step = self._step_of_parameter(parameter, number, group, lr, prox)
+                    prox, frozen_lambda = {"reg_lambda": reg_lambda, "scale": scale}, group["frozen_lambda"]
+                step = self._step_of_parameter(parameter, number, group, lr, frozen_lambda) | prox
                 out = self.masked.get(parameter)
                 steps[parameter] = step, out and Masked(*map(local, out), scale)
         return steps
 
-    def _step_of_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> dict:
-        """The fused step on the rows of the parameter in this process; `number` counts over all groups."""
-        state = self.prepare_state(parameter, prox["frozen_lambda"] > 0)
+    def _step_of_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, frozen_lambda: float) -> dict:
+        """AdamW on the rows of the parameter in this process; `number` counts over all groups."""
+        state = self.prepare_state(parameter, frozen_lambda > 0)
         step = int(state["step"]) + 1
         stochastic = self.stochastic_rounding or self.moment_dtype is not None
-        tensors = {key: local(state[key]) for key in ("exp_avg", "exp_avg_sq", "master", "pretrained") if key in state}
+        tensors = {key: local(state[key]) for key in ("exp_avg", "exp_avg_sq", "master") if key in state}
         tensors |= {"weight": local(parameter), "grad": local(parameter.grad)}
-        settings = {key: group[key] for key in ("betas", "eps", "weight_decay", "pattern", "frozen_eps")}
+        if frozen_lambda > 0:
+            tensors["grad"] = with_frozen_term(tensors, local(state["pretrained"]), frozen_lambda, group["frozen_eps"])
+        settings = {key: group[key] for key in ("betas", "eps", "weight_decay", "pattern")}
         seed = call_seed(group["seed"], number, step) if stochastic else None
-        return tensors | settings | prox | {"step": step, "lr": lr, "seed": seed}
+        return tensors | settings | {"step": step, "lr": lr, "seed": seed}
 
     def _run(self, steps: dict[Tensor, tuple[dict, Masked | None]]) -> None:
         """Takes the steps, in few launches on a GPU, and counts them."""
@@ -326,6 +331,22 @@ class ProxAdamW(Optimizer):
                 f"moment_dtype=torch.bfloat16 with a bfloat16 parameter of shape {shape}: also set "
                 "stochastic_rounding=True or master_weights=True"
             )
+
+
+def check_frozen(frozen_lambda: float, frozen_eps: float) -> None:
+    """Raises ValueError for settings of the frozen-weight term that are out of range."""
+    if not in_range(frozen_lambda, 0):
+        raise ValueError(f"frozen_lambda={frozen_lambda!r} must be a finite number >= 0 (0 turns it off)")
+    if not in_range(frozen_eps, 0) or frozen_eps == 0:
+        raise ValueError(f"frozen_eps={frozen_eps!r} must be a finite number > 0, such as 0.1")
+
+
+def with_frozen_term(tensors: dict[str, Tensor], pretrained: Tensor, frozen_lambda: float, eps: float) -> Tensor:
+    """grad + lambda_2 dReg_W0/dW at the master or the weight, in the dtype of the weight."""
+    weight, arithmetic = tensors["weight"], arithmetic_of(tensors["weight"])
+    w = tensors.get("master", weight).to(arithmetic)
+    penalty = frozen_penalty_grad(w, pretrained.to(arithmetic), eps)
+    return penalty.mul_(frozen_lambda).add_(tensors["grad"]).to(weight.dtype)
 
 
 def lr_and_lambda(group: dict) -> tuple[float, float]:

@@ -71,7 +71,7 @@ def scaling(shape, dtype: torch.dtype) -> Tensor:
 
 
 def step_problem(shape, dtype, moment=None, parts=(), seed=0) -> Tensors:
-    """The tensors of an AdamW step in the middle of a training; `parts` of master, pretrained, scale."""
+    """The tensors of an AdamW step in the middle of a training; `parts` of master, scale."""
     weight, moment = normal(shape, torch.float64, 4 * seed), moment or arithmetic(dtype)
     tensors = {
         "weight": weight.to(dtype),
@@ -79,7 +79,6 @@ def step_problem(shape, dtype, moment=None, parts=(), seed=0) -> Tensors:
         "exp_avg": normal(shape, moment, 4 * seed + 2, 0.2),
         "exp_avg_sq": (0.01 + normal(shape, torch.float64, 4 * seed + 3, 0.2).square()).to(moment),
         "master": weight.float(),
-        "pretrained": (weight + normal(shape, torch.float64, seed, 0.1)).to(dtype),
         "scale": scaling(shape, dtype),
     }
     return {name: x for name, x in tensors.items() if name in ("weight", "grad", "exp_avg", "exp_avg_sq", *parts)}
@@ -87,8 +86,7 @@ def step_problem(shape, dtype, moment=None, parts=(), seed=0) -> Tensors:
 
 def step_(tensors: Tensors, **options) -> Tensors:
     """adamw_prox_ in place; returns what it changes."""
-    settings = STEP | {"frozen_lambda": 0.3 if "pretrained" in tensors else 0.0} | options
-    assert adamw_prox_(**tensors, **settings) is tensors["weight"]
+    assert adamw_prox_(**tensors, **STEP | options) is tensors["weight"]
     return {name: x for name, x in tensors.items() if name in ("weight", "exp_avg", "exp_avg_sq", "master")}
 
 
@@ -183,14 +181,14 @@ def list_call(tensors):
 
 
 def step_arguments(tensors, reg_lambda, n=2, m=4):
-    names = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale")
+    names = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "scale")
     numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, reg_lambda, n, m)
-    return (*map(tensors.get, names), *numbers, 0.3 if "pretrained" in tensors else 0.0, 0.1, None)
+    return (*map(tensors.get, names), *numbers, None)
 
 
 def everything(shape, dtype, seed):
     """Masters for half precision, and moments in bfloat16."""
-    parts = ("pretrained", "scale") if dtype == arithmetic(dtype) else ("pretrained", "scale", "master")
+    parts = ("scale",) if dtype == arithmetic(dtype) else ("scale", "master")
     return step_problem(shape, dtype, None if dtype == torch.float64 else torch.bfloat16, parts, seed)
 
 

@@ -17,7 +17,7 @@ ZEROS = torch.zeros(1, 4)
 CALLS = {
     "prox_nm_": (1.0, 2, 4, None),
     "prox_nm_list_": (2, 4),
-    "adamw_prox_": (*[ZEROS] * 3, None, None, None, 3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, 0.0, 0.1, None),
+    "adamw_prox_": (*[ZEROS] * 3, None, None, 3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, None),
     "nm_mask": (2, 4),
     "masked_weight_": (ZEROS, ZEROS, None, 2, 4),
     "pack_nm": (),

@@ -75,7 +75,7 @@ def test_weights_of_one_kind_take_one_launch(row_pieces, triton_on_cpu, monkeypa
     moved = torch.empty(3 * 272 + 1)[1:].view(3, 272)
     problems.append(problems[1] | {"weight": moved.copy_(problems[1]["weight"])})
     exact = [step_in_float64(tensors, 0.3) for tensors in problems]
-    settings = STEP | {"reg_lambda": 0.3, "pattern": "2:4", "frozen_lambda": 0.0, "frozen_eps": 0.1, "seed": None}
+    settings = STEP | {"reg_lambda": 0.3, "pattern": "2:4", "seed": None}
     steps = [settings | copied(tensors) | {"weight": tensors["weight"]} for tensors in problems]
     with use_backend("triton"):
         adamw_prox_list_(steps, [None] * len(steps))

@@ -9,7 +9,7 @@ from proxsparse.triton_kernels import adamw_prox, launch, masked_weight, prox, w
 from proxsparse.triton_kernels.wide_block import places
 
 DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-NUMBERS = ["beta1", "beta2", "eps", "frozen_lambda", "frozen_eps"]
+NUMBERS = ["beta1", "beta2", "eps"]
 
 
 def launch_of(weight, scale=None):
@@ -43,7 +43,7 @@ def step_call(weight, moment, given, gradient=None, masked=None):
     arguments = dict.fromkeys(NUMBERS, "fp64") | {"table_ptr": "*i64", "row_pieces": "i32"}
     types = {"dtype": weight, "grad_dtype": gradient or weight, "moment": moment, "out_dtype": masked}
     constants = {name: type and prox.TRITON_DTYPE[DTYPE[type]] for name, type in types.items()}
-    constants |= {"MASTER": "master" in given, "FROZEN": "pretrained" in given, "SCALED": "scale" in given}
+    constants |= {"MASTER": "master" in given, "SCALED": "scale" in given}
     constants |= {"STOCHASTIC": "seed" in given, "ALIGNED": True, "PROX": True, "M": 4}
     constants |= {"BLOCKS": adamw_prox.BLOCKS_PER_PROGRAM}
     return adamw_prox.adamw_prox_kernel, arguments, constants, {"num_warps": adamw_prox.NUM_WARPS}
@@ -87,14 +87,14 @@ def wide_prox_call(weight, scale, m):
     return wide_prox.prox_wide_kernel, arguments, constants, {"num_warps": prox.NUM_WARPS}
 
 
-EVERYTHING = ("master", "pretrained", "scale", "seed")
+EVERYTHING = ("master", "scale", "seed")
 CALLS = {f"prox {weight}": prox_call(weight, None) for weight in DTYPE}
 LISTS = {f"list {weight}": list_call(weight) for weight in ("fp32", "bf16")}
 STEPS = {
     "step bf16": step_call("bf16", "fp32", ("seed",)),
     "step bf16, bf16 moments": step_call("bf16", "bf16", EVERYTHING[1:]),
     "step bf16, master": step_call("bf16", "fp32", EVERYTHING),
-    "step fp32": step_call("fp32", "fp32", EVERYTHING[1:3]),
+    "step fp32": step_call("fp32", "fp32", ("scale",)),
     "step fp32, masked": step_call("fp32", "fp32", ("scale",), "bf16", "bf16"),
 }
 MASKS = {
@@ -106,7 +106,7 @@ MASKS = {
 
 SIZES = (8, 6, 10)
 WIDE = {f"{name}, blocks of {m}": wide_call(call, m) for name, call in (STEPS | MASKS).items() for m in SIZES}
-WIDE["step fp32, bf16 gradient"] = step_call("fp32", "fp32", EVERYTHING[2:3], gradient="bf16")  # 130 registers
+WIDE["step fp32, bf16 gradient"] = step_call("fp32", "fp32", ("scale",), gradient="bf16")  # 130 registers
 WIDE |= {f"prox {dtype}, blocks of {m}": wide_prox_call(dtype, "fp32", m) for dtype in DTYPE for m in SIZES}
 
 

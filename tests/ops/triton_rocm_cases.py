@@ -23,7 +23,7 @@ CALLS = {
     "fp32 with a scale": prox_call("fp32", "fp32"),
     "fp64": prox_call("fp64", None),
     "a list": list_call("bf16"),
-    "step": step_call("bf16", "fp32", ("master", "pretrained", "scale", "seed")),
+    "step": step_call("bf16", "fp32", ("master", "scale", "seed")),
     "step, bf16 moments": step_call("bf16", "bf16", ("seed",)),
     "mask": mask_call("fp32", "bf16", "fp32"),
 }

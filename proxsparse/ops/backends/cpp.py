@@ -52,9 +52,9 @@ def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tens
 
 @register_kernel("adamw_prox_", "cpp", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
-    *head, _n, m, frozen_lambda, frozen_eps, seed = arguments
+    *head, _n, m, seed = arguments
     grad = grad.to(weight.dtype)  # a copy only of a bf16 gradient of a float32 weight
-    _C.adamw_prox_(weight, grad, *head, m, frozen_lambda, frozen_eps, seed)
+    _C.adamw_prox_(weight, grad, *head, m, seed)
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:

@@ -52,8 +52,8 @@ def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor |
 
 @register_kernel("adamw_prox_", "cuda", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
-    *head, _n, _m, frozen_lambda, frozen_eps, seed = arguments
-    _call("adamw_prox_", weight, grad.to(weight.dtype), *head, frozen_lambda, frozen_eps, seed)
+    *head, _n, _m, seed = arguments
+    _call("adamw_prox_", weight, grad.to(weight.dtype), *head, seed)
 
 
 @register_kernel("masked_weight_", "cuda", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
