@@ -6,8 +6,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The compiled CPU kernels of proxsparse; csrc/ops.h documents them.";
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
-  module.def("prox_nm_", &proxsparse::prox_nm_, py::arg("weight"), py::arg("reg_lambda"), py::arg("m"),
-             py::arg("scale") = py::none(), without_gil);
+  module.def("prox_nm_", &proxsparse::prox_nm_, py::arg("weight"), py::arg("reg_lambda"), py::arg("m"), without_gil);
   module.def("adamw_prox_", &proxsparse::adamw_prox_, py::arg("weight"), py::arg("grad"), py::arg("exp_avg"),
              py::arg("exp_avg_sq"), py::arg("master"), py::arg("scale"), py::arg("step"), py::arg("lr"),
              py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("reg_lambda"),

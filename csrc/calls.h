@@ -8,10 +8,9 @@ namespace proxsparse {
 
 enum Dtype { kFloat32, kFloat64, kBFloat16, kFloat16, kDtypes };
 
-// W <- argmin_V 1/2 |V - c W|^2 + reg_lambda * Reg_{n:m}(V), divided by c, in place.
+// W <- argmin_V 1/2 |V - W|^2 + reg_lambda * Reg_{n:m}(V), in place.
 struct ProxCall {
   void* weight;                // [numel] of `dtype`, in rows of in_features; fastest at a multiple of 16 bytes
-  const void* scale;           // c, [in_features] of A; null means 1
   int64_t numel, in_features;  // multiples of 4 if m is 4; otherwise a row may end in a remainder
   Dtype dtype;
   double reg_lambda;  // > 0

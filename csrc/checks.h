@@ -75,14 +75,11 @@ inline void check_reg_lambda(double reg_lambda) {
 }
 
 // The arguments of prox_nm_ (ops.h).
-inline ProxCall checked_prox(at::DeviceType device, const at::Tensor& weight, double reg_lambda,
-                             const OptionalTensor& scale, int64_t m = 4) {
+inline ProxCall checked_prox(at::DeviceType device, const at::Tensor& weight, double reg_lambda, int64_t m = 4) {
   check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
   check_pattern("weight", weight, m);
   check_reg_lambda(reg_lambda);
-  if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic_of(weight));
   return {.weight = weight.mutable_data_ptr(),
-          .scale = data_or_null(scale),
           .numel = weight.numel(),
           .in_features = in_features_of(weight),
           .dtype = dtype_of(weight, "weight"),

@@ -13,19 +13,18 @@
 
 namespace proxsparse {
 
-// W <- argmin_V 1/2 |V - c W|^2 + reg_lambda * Reg_{n:m}(V), divided by c, in place.
+// W <- argmin_V 1/2 |V - W|^2 + reg_lambda * Reg_{n:m}(V), in place.
 //   weight      [..., in_features]; float32, float64, bfloat16 or float16
-//   reg_lambda  finite, >= 0, in units of 1 / |c w|^(m-3)
+//   reg_lambda  finite, >= 0, in units of 1 / |w|^(m-3)
 //   m           4, 6, 8 or 10; n = m - 2 are kept; the in_features % m last weights of a row do not change (m > 4)
-//   scale       c, [in_features], positive; float64 for a float64 weight, float32 otherwise; none means 1
-void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t m, const OptionalTensor& scale);
+void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t m);
 
 // One step of AdamW, then the prox, in one pass; `adamw_prox` in proxsparse/reference has the equations.
 //   weight               as above, but of any shape if reg_lambda is 0
 //   grad                 as weight; not changed
 //   exp_avg, exp_avg_sq  shape of weight; float64 for a float64 weight, float32 or bfloat16 otherwise
 //   master               float32, for a bfloat16 or float16 weight, or none
-//   scale                as above
+//   scale                c, [in_features], positive; float64 for a float64 weight, float32 otherwise; none means 1
 //   step                 counted from 1
 //   seed                 of stochastic rounding to bfloat16, 64 bits; none means rounding to nearest
 void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,

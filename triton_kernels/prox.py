@@ -17,7 +17,6 @@ from .formats import (
     is_half,
     magnitude_bits,
     pack,
-    split4,
     unpack,
     with_signs_of,
     word_of,
@@ -48,47 +47,19 @@ TRITON_DTYPE = {
 
 
 @triton.jit
-def load_scale(scale_ptr, column, columns, BLOCKS: tl.constexpr, arithmetic: tl.constexpr):
-    """|c| of the four weights of every block from `column` on."""
-    index = column + tl.arange(0, 4 * BLOCKS)
-    scale = tl.load(scale_ptr + index, mask=index < columns, other=1.0).to(arithmetic)
-    return split4(tl.abs(scale), BLOCKS)
+def magnitudes(words, dtype: tl.constexpr, BLOCKS: tl.constexpr):
+    """|w| of every block."""
+    return unpack(words & magnitude_bits(dtype), dtype, BLOCKS)
 
 
 @triton.jit
-def magnitudes(words, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr):
-    """|c * w| of every block."""
-    m0, m1, m2, m3 = unpack(words & magnitude_bits(dtype), dtype, BLOCKS)
-    if scale_ptr is not None:
-        c0, c1, c2, c3 = load_scale(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
-        m0, m1, m2, m3 = m0 * c0, m1 * c1, m2 * c2, m3 * c3
-    return m0, m1, m2, m3
-
-
-@triton.jit
-def new_words(
-    old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """The words of the new weights, where |c * w| changed from v to w. Unchanged numbers keep their bits."""
-    if scale_ptr is not None:
-        m0, m1, m2, m3 = unpack(old & magnitude_bits(dtype), dtype, BLOCKS)
-        c0, c1, c2, c3 = load_scale(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
-        w0, w1 = tl.where(w0 < v0, w0 / c0, m0), tl.where(w1 < v1, w1 / c1, m1)
-        w2, w3 = tl.where(w2 < v2, w2 / c2, m2), tl.where(w3 < v3, w3 / c3, m3)
-    return with_signs_of(old, pack(w0, w1, w2, w3, dtype, BLOCKS), dtype)
-
-
-@triton.jit
-def prox_part(
-    words_ptr, words, start, scale_ptr, column, columns, reg_lambda, largest,
-    BLOCKS: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
+def prox_part(words_ptr, words, start, reg_lambda, largest, BLOCKS: tl.constexpr, dtype: tl.constexpr):
     """The prox of BLOCKS blocks; `largest` is lambda times the largest weight of the finite blocks, or more."""
     word = start + tl.arange(0, words_in(BLOCKS, dtype))
     old = tl.load(words_ptr + word, mask=word < words, other=0)
-    v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
+    v0, v1, v2, v3 = magnitudes(old, dtype, BLOCKS)
     w0, w1, w2, w3 = shrink(v0, v1, v2, v3, reg_lambda, largest, is_half(dtype), 2 if is_half(dtype) else 1)
-    new = new_words(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
+    new = with_signs_of(old, pack(w0, w1, w2, w3, dtype, BLOCKS), dtype)
     tl.store(words_ptr + word, new, mask=word < words)
 
 
@@ -101,16 +72,15 @@ def load_words(words_ptr, words, BLOCKS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def prox_piece(
-    old, words_ptr, words, scale_ptr, column, columns, reg_lambda,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr,
+    old, words_ptr, words, reg_lambda, BLOCKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
     """The prox of a piece, `old`, which has been loaded from words_ptr."""
     WORDS: tl.constexpr = words_in(BLOCKS, dtype)
-    v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
+    v0, v1, v2, v3 = magnitudes(old, dtype, BLOCKS)
     largest = reg_lambda * largest_of(v0, v1, v2, v3)
     if largest <= CONVEX_UP_TO:
         w0, w1, w2, w3 = descend_24(v0, v1, v2, v3, reg_lambda, largest, is_half(dtype))
-        new = new_words(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
+        new = with_signs_of(old, pack(w0, w1, w2, w3, dtype, BLOCKS), dtype)
         word = tl.arange(0, WORDS)
         tl.store(words_ptr + word, new, mask=word < words)
     else:
@@ -118,38 +88,27 @@ def prox_piece(
             largest = reg_lambda * largest_finite(v0, v1, v2, v3)
         # In parts, which are loaded again from the cache: fewer blocks at once leave registers for more warps.
         for part in range(PARTS):
-            first, start = part * (WORDS // PARTS), column + part * (4 * BLOCKS // PARTS)
-            prox_part(words_ptr, words, first, scale_ptr, start, columns, reg_lambda, largest, BLOCKS // PARTS, dtype)
+            prox_part(words_ptr, words, part * (WORDS // PARTS), reg_lambda, largest, BLOCKS // PARTS, dtype)
 
 
 @triton.jit
-def piece_of_weight(
-    piece, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS: tl.constexpr, dtype: tl.constexpr
-):  # fmt: skip
-    """(pointer to the first word of a piece, words from there to the end of its row, column); words <= 0: no piece."""
-    words = columns // (4 * BLOCKS // words_in(BLOCKS, dtype))  # per row
-    row_ptr = weight_ptr.to(tl.pointer_type(word_of(dtype)), bitcast=True)
-    if scale_ptr is not None:
-        row = piece // pieces
-        words = tl.where(piece < total, words, 0)
-        piece -= row * pieces
-        row_ptr += row.to(tl.int64) * words  # a weight may have more than 2^31 elements
-    start = piece.to(tl.int64) * words_in(BLOCKS, dtype)
+def piece_of_weight(piece, weight_ptr, size, BLOCKS: tl.constexpr, dtype: tl.constexpr):
+    """(pointer to the first word of a piece, words from there on); words <= 0: no piece."""
+    words = size // (4 * BLOCKS // words_in(BLOCKS, dtype))
+    start = piece.to(tl.int64) * words_in(BLOCKS, dtype)  # a weight may have more than 2^31 elements
     left = tl.minimum(words - start, words_in(BLOCKS, dtype)).to(tl.int32)
-    return row_ptr + start, left, piece * (4 * BLOCKS)
+    return weight_ptr.to(tl.pointer_type(word_of(dtype)), bitcast=True) + start, left
 
 
 # In both kernels, a program solves every num_programs-th piece. It loads the next piece before it solves the current
 # one, so that it does not wait for memory. Pieces do not overlap, so no load reads what a store has changed.
 
 
-@triton.jit(do_not_specialize=["pieces", "total"])
+@triton.jit(do_not_specialize=["total"])
 def prox_24_kernel(
-    weight_ptr,  # [numel], contiguous, 16-byte aligned; changed in place
-    scale_ptr,  # [columns] or None
-    columns,  # in_features; without a scale, the whole weight is one row
-    pieces,  # pieces per row, BLOCKS blocks each
-    total,  # pieces in all rows
+    weight_ptr,  # [size], contiguous, 16-byte aligned; changed in place
+    size,
+    total,  # pieces, BLOCKS blocks each
     reg_lambda: tl.float64,  # > 0; without the annotation Triton would pass fp32
     BLOCKS: tl.constexpr,  # blocks per piece
     PARTS: tl.constexpr,  # parts of a piece, if not all of its blocks are small
@@ -158,15 +117,13 @@ def prox_24_kernel(
     arithmetic: tl.constexpr = arithmetic_of(dtype)
     reg_lambda = tl.full((), reg_lambda, arithmetic)
     first, programs = tl.program_id(0), tl.num_programs(0)
-    words_ptr, words, column = piece_of_weight(first, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS, dtype)
+    words_ptr, words = piece_of_weight(first, weight_ptr, size, BLOCKS, dtype)
     old = load_words(words_ptr, words, BLOCKS, dtype)
     for piece in range(first, total, programs):
-        next_ptr, next_words, next_column = piece_of_weight(
-            piece + programs, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS, dtype
-        )
+        next_ptr, next_words = piece_of_weight(piece + programs, weight_ptr, size, BLOCKS, dtype)
         following = load_words(next_ptr, next_words, BLOCKS, dtype)
-        prox_piece(old, words_ptr, words, scale_ptr, column, columns, reg_lambda, BLOCKS, PARTS, dtype)
-        old, words_ptr, words, column = following, next_ptr, next_words, next_column
+        prox_piece(old, words_ptr, words, reg_lambda, BLOCKS, PARTS, dtype)
+        old, words_ptr, words = following, next_ptr, next_words
 
 
 @triton.jit
@@ -197,7 +154,7 @@ def prox_list_kernel(
         next_ptr, next_words, next_lambda = piece_of_table(piece + programs, total, table_ptr, PIECES, BLOCKS, dtype)
         following = load_words(next_ptr, next_words, BLOCKS, dtype)
         if words > 0:
-            prox_piece(old, words_ptr, words, None, 0, 0, reg_lambda, BLOCKS, PARTS, dtype)
+            prox_piece(old, words_ptr, words, reg_lambda, BLOCKS, PARTS, dtype)
         old, words_ptr, words, reg_lambda = following, next_ptr, next_words, next_lambda
 
 
@@ -232,11 +189,11 @@ def rows_and_blocks(weight: torch.Tensor, scale: torch.Tensor | None, m: int, bl
     return columns, triton.cdiv(columns, m * blocks), blocks
 
 
-def blocks_per_program(weight: torch.Tensor, blocks: int, scaled: bool = False) -> int:
-    """Blocks per piece for a weight with `blocks` blocks per row: 2 KB of the weight, or of its scale in float32."""
+def blocks_per_program(weight: torch.Tensor, blocks: int) -> int:
+    """Blocks per piece for a weight with `blocks` blocks per row: 2 KB of the weight."""
     if INTERPRETED:
         return max(8, min(triton.next_power_of_2(blocks), BLOCKS_IN_INTERPRETER))
-    return BLOCKS_PER_PIECE // (max(weight.dtype.itemsize, 4 if scaled else 2) // 2)
+    return BLOCKS_PER_PIECE * 2 // weight.dtype.itemsize
 
 
 def parts_of_piece(blocks: int) -> int:
@@ -244,9 +201,9 @@ def parts_of_piece(blocks: int) -> int:
     return 4 if INTERPRETED else max(2, blocks // BLOCKS_PER_PART)
 
 
-def start(kernel, arguments: tuple, weight: torch.Tensor, scaled: bool, total: int, blocks: int, **constants) -> None:
+def start(kernel, arguments: tuple, weight: torch.Tensor, total: int, blocks: int, **constants) -> None:
     """Launches a kernel of this file for `total` pieces of `blocks` blocks of weights like `weight`."""
-    registers = registers_for(weight, scaled)
+    registers = registers_for(weight)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         kernel[(programs_for(weight.device, total, registers),)](
             *arguments,
@@ -258,8 +215,8 @@ def start(kernel, arguments: tuple, weight: torch.Tensor, scaled: bool, total: i
         )
 
 
-def prox_24_(weight: torch.Tensor, reg_lambda: float, scale: torch.Tensor | None = None) -> None:
-    """W <- argmin_V 1/2 ||V - c * W||_F^2 + lambda * Reg_{2:4}(V), divided by c, in place.
+def prox_24_(weight: torch.Tensor, reg_lambda: float) -> None:
+    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{2:4}(V), in place.
 
     Reg_{2:4}(V) sums e_3(|v|) over the blocks of 4 (ProxSparse, equations 4 and 7); the minimiser is global.
     Arithmetic is fp64 for float64 and fp32 otherwise, rounded once to the dtype of the weight.
@@ -267,8 +224,7 @@ def prox_24_(weight: torch.Tensor, reg_lambda: float, scale: torch.Tensor | None
     Args:
         weight: [..., in_features], contiguous; float32, bfloat16, float16 or float64; on a CUDA GPU, or on the CPU if
             the environment had TRITON_INTERPRET=1 when triton was imported. Changed in place. May be empty.
-        reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|; 0 is the identity.
-        scale: c, [in_features], positive (only |c| counts), floating point, on the device of `weight`; None means 1.
+        reg_lambda: lambda_1 >= 0, in units of 1 / |w|; 0 is the identity.
     Raises:
         ValueError: in_features is not a multiple of 4, or the weight is not contiguous.
     """
@@ -277,16 +233,13 @@ def prox_24_(weight: torch.Tensor, reg_lambda: float, scale: torch.Tensor | None
         return
     if weight.data_ptr() % 16:  # an unaligned view; the kernel loads 16 bytes at once
         aligned = weight.clone()
-        prox_24_(aligned, reg_lambda, scale)
+        prox_24_(aligned, reg_lambda)
         weight.copy_(aligned)
         return
-    columns = weight.numel() if scale is None else weight.shape[-1]
-    blocks = blocks_per_program(weight, columns // 4, scale is not None)
-    pieces = triton.cdiv(columns, 4 * blocks)
-    total = weight.numel() // columns * pieces
-    scale = None if scale is None else scale.contiguous()
-    numbers = columns, pieces, total, float(reg_lambda)
-    start(prox_24_kernel, (weight, scale, *numbers), weight, scale is not None, total, blocks)
+    size = weight.numel()
+    blocks = blocks_per_program(weight, size // 4)
+    total = triton.cdiv(size, 4 * blocks)
+    start(prox_24_kernel, (weight, size, total, float(reg_lambda)), weight, total, blocks)
 
 
 def prox_list_24_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float]) -> None:
@@ -326,7 +279,7 @@ def prox_list_24_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float])
     pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * blocks)
     total = len(table) * pieces
     constants = {"PIECES": pieces, "dtype": TRITON_DTYPE[dtype]}
-    start(prox_list_kernel, (table, total), weights[0], False, total, blocks, **constants)
+    start(prox_list_kernel, (table, total), weights[0], total, blocks, **constants)
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,8 +13,8 @@ namespace {
 void check(cudaError_t status) { TORCH_CHECK(status == cudaSuccess, "CUDA: ", cudaGetErrorString(status)); }
 
 // prox_nm_ in csrc/ops.h for 2:4, on the GPU; `stream` is a cudaStream_t.
-void prox_24_(const at::Tensor& weight, double reg_lambda, const OptionalTensor& scale, int64_t stream) {
-  const ProxCall call = checked_prox(at::kCUDA, weight, reg_lambda, scale);
+void prox_24_(const at::Tensor& weight, double reg_lambda, int64_t stream) {
+  const ProxCall call = checked_prox(at::kCUDA, weight, reg_lambda);
   if (reg_lambda == 0 || call.numel == 0) return;
   check(launch_prox(call, reinterpret_cast<cudaStream_t>(stream)));
 }

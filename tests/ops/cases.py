@@ -193,8 +193,7 @@ def everything(shape, dtype, seed):
 
 
 def prox_in_float64(tensors, reg_lambdas, pattern="2:4"):
-    scale = tensors["scale"].double() if "scale" in tensors else None
-    return {name: reference.prox_nm(tensors[name].double(), x, pattern, scale) for name, x in reg_lambdas.items()}
+    return {name: reference.prox_nm(tensors[name].double(), x, pattern) for name, x in reg_lambdas.items()}
 
 
 CASES = {
@@ -203,14 +202,7 @@ CASES = {
         lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed)},
         lambda t: {"weight": prox_nm_(t["weight"], 0.7)},
         lambda t: prox_in_float64(t, {"weight": 0.7}),
-        lambda t: (t["weight"], 0.7, 2, 4, None),
-    ),
-    "prox, scaled": Case(
-        "prox_nm_",
-        lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed), "scale": scaling(shape, dtype)},
-        lambda t: {"weight": prox_nm_(t["weight"], 0.4, scale=t["scale"])},
-        lambda t: prox_in_float64(t, {"weight": 0.4}),
-        lambda t: (t["weight"], 0.4, 2, 4, t["scale"]),
+        lambda t: (t["weight"], 0.7, 2, 4),
     ),
     "prox of a list": Case(
         "prox_nm_list_",
@@ -297,12 +289,12 @@ for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights
     _n, _m = map(int, _pattern.split(":"))
     _blocks = {"pattern": _pattern, "block": _m, "remainder": 2}
     CASES |= {
-        f"prox, {_pattern}, scaled": Case(
+        f"prox, {_pattern}": Case(
             "prox_nm_",
-            lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed, 0.5), "scale": scaling(shape, dtype)},
-            lambda t, pattern=_pattern: {"weight": prox_nm_(t["weight"], 0.005, pattern, t["scale"])},
+            lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed, 0.5)},
+            lambda t, pattern=_pattern: {"weight": prox_nm_(t["weight"], 0.005, pattern)},
             lambda t, pattern=_pattern: prox_in_float64(t, {"weight": 0.005}, pattern),
-            lambda t, n=_n, m=_m: (t["weight"], 0.005, n, m, t["scale"]),
+            lambda t, n=_n, m=_m: (t["weight"], 0.005, n, m),
             **_blocks,
         ),
         f"AdamW and prox, {_pattern}": Case(

@@ -15,7 +15,7 @@ from proxsparse.ops.backends import cuda
 ZEROS = torch.zeros(1, 4)
 # What `supports` is asked of a small tensor and these arguments.
 CALLS = {
-    "prox_nm_": (1.0, 2, 4, None),
+    "prox_nm_": (1.0, 2, 4),
     "prox_nm_list_": (2, 4),
     "adamw_prox_": (*[ZEROS] * 3, None, None, 3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, None),
     "nm_mask": (2, 4),

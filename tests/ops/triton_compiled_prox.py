@@ -12,22 +12,18 @@ DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "
 NUMBERS = ["beta1", "beta2", "eps"]
 
 
-def launch_of(weight, scale=None):
-    """(constants, compiler options) of the launcher for these types."""
-    weight, scaled = torch.empty(0, dtype=DTYPE[weight]), scale is not None
-    blocks = prox.blocks_per_program(weight, 0, scaled)
-    options = prox.compiler_options(prox.registers_for(weight, scaled)) | {"num_warps": prox.NUM_WARPS}
+def launch_of(weight):
+    """(constants, compiler options) of the launcher for this type."""
+    weight = torch.empty(0, dtype=DTYPE[weight])
+    blocks = prox.blocks_per_program(weight, 0)
+    options = prox.compiler_options(prox.registers_for(weight)) | {"num_warps": prox.NUM_WARPS}
     return {"BLOCKS": blocks, "PARTS": prox.parts_of_piece(blocks)}, options
 
 
-def prox_call(weight, scale):
+def prox_call(weight):
     """(kernel, arguments, constants, compiler options) of a launch of the prox."""
-    arguments = {"weight_ptr": f"*{weight}", "reg_lambda": "fp64"}
-    arguments |= dict.fromkeys(("columns", "pieces", "total"), "i32")
-    arguments |= {"scale_ptr": f"*{scale}"} if scale else {}
-    constants, options = launch_of(weight, scale)
-    constants |= {} if scale else {"scale_ptr": None}
-    return prox.prox_24_kernel, arguments, constants, options
+    arguments = {"weight_ptr": f"*{weight}", "size": "i32", "total": "i32", "reg_lambda": "fp64"}
+    return prox.prox_24_kernel, arguments, *launch_of(weight)
 
 
 def list_call(weight):
@@ -79,16 +75,15 @@ def wide_call(call, m):
     return kernel, arguments, constants | {"M": m, "BLOCKS": constants["BLOCKS"] * 4 // places(m)}, options
 
 
-def wide_prox_call(weight, scale, m):
+def wide_prox_call(weight, m):
     """The same of the prox of such blocks."""
     arguments = {"weight_ptr": f"*{weight}", "unit": "fp64", "columns": "i32", "pieces": "i32"}
-    arguments |= {"scale_ptr": f"*{scale}"} if scale else {}
-    constants = {"M": m, "BLOCKS": prox.BLOCKS_PER_PART * 4 // places(m)} | ({} if scale else {"scale_ptr": None})
+    constants = {"M": m, "BLOCKS": prox.BLOCKS_PER_PART * 4 // places(m)}
     return wide_prox.prox_wide_kernel, arguments, constants, {"num_warps": prox.NUM_WARPS}
 
 
 EVERYTHING = ("master", "scale", "seed")
-CALLS = {f"prox {weight}": prox_call(weight, None) for weight in DTYPE}
+CALLS = {f"prox {weight}": prox_call(weight) for weight in DTYPE}
 LISTS = {f"list {weight}": list_call(weight) for weight in ("fp32", "bf16")}
 STEPS = {
     "step bf16": step_call("bf16", "fp32", ("seed",)),
@@ -107,7 +102,7 @@ MASKS = {
 SIZES = (8, 6, 10)
 WIDE = {f"{name}, blocks of {m}": wide_call(call, m) for name, call in (STEPS | MASKS).items() for m in SIZES}
 WIDE["step fp32, bf16 gradient"] = step_call("fp32", "fp32", ("scale",), gradient="bf16")  # 130 registers
-WIDE |= {f"prox {dtype}, blocks of {m}": wide_prox_call(dtype, "fp32", m) for dtype in DTYPE for m in SIZES}
+WIDE |= {f"prox {dtype}, blocks of {m}": wide_prox_call(dtype, m) for dtype in DTYPE for m in SIZES}
 
 
 @pytest.mark.parametrize(("name", "call", "capability"), on_each_gpu(WIDE))
@@ -162,5 +157,5 @@ def test_a_launch_makes_as_many_programs_as_run_at_once(monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     gpu = torch.device("cuda")
     assert launch.programs_for(gpu, 10**6, registers=128) == 132 * 16
-    assert launch.programs_for(gpu, 10**6, registers=168) == 132 * 12
+    assert launch.programs_for(gpu, 10**6, registers=255) == 132 * 8
     assert launch.programs_for(gpu, 100, registers=128) == 100

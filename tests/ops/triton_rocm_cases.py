@@ -18,10 +18,10 @@ from proxsparse.triton_kernels import formats  # noqa: E402
 
 GFX942 = GPUTarget("hip", "gfx942", 64)  # MI300; warps of 64 lanes
 CALLS = {
-    "bf16": prox_call("bf16", None),
-    "fp16": prox_call("fp16", None),
-    "fp32 with a scale": prox_call("fp32", "fp32"),
-    "fp64": prox_call("fp64", None),
+    "bf16": prox_call("bf16"),
+    "fp16": prox_call("fp16"),
+    "fp32": prox_call("fp32"),
+    "fp64": prox_call("fp64"),
     "a list": list_call("bf16"),
     "step": step_call("bf16", "fp32", ("master", "scale", "seed")),
     "step, bf16 moments": step_call("bf16", "bf16", ("seed",)),

@@ -58,6 +58,17 @@ def test_one_of_four(below, dtype):
         torch.testing.assert_close(equal, shared, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
+def test_scale_is_the_metric_and_only_its_magnitude_counts():
+    """argmin_V 1/2 |V - c W|^2 + lambda * Reg(V), divided by c."""
+    sign = torch.where(torch.arange(4000) % 3 == 0, -1.0, 1.0)
+    for scale_dtype in (torch.float64, torch.bfloat16):
+        scale = (0.25 + 4 * torch.rand(4000)).to(scale_dtype)
+        weight = random_blocks(5_000, 0.1, seed=6).view(-1, 4000) / scale.double()
+        result = prox_nm(weight, 0.1, scale=scale)
+        ground_truth.assert_optimal(result, weight, 0.1, scale=scale.double())
+        assert torch.equal(prox_nm(weight, 0.1, scale=(scale * sign).to(scale_dtype)), result)
+
+
 # ------------------------------------------------------------------------------------------ worked by hand, lambda = 1
 
 

@@ -31,11 +31,9 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     return None
 
 
-@register_kernel("prox_nm_", "cpp", supports=lambda weight, reg_lambda, n, m, scale: _supports(weight, n, m))
-def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
-    if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
-        scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
-    _C.prox_nm_(weight, reg_lambda, m, scale)
+@register_kernel("prox_nm_", "cpp", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
+    _C.prox_nm_(weight, reg_lambda, m)
 
 
 @register_kernel("nm_mask", "cpp", supports=_supports)

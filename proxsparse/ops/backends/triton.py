@@ -23,14 +23,14 @@ def _supports(weight: Tensor, n: int, m: int) -> str | None:
     return None
 
 
-@register_kernel("prox_nm_", "triton", supports=lambda weight, reg_lambda, n, m, scale: _supports(weight, n, m))
-def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
+@register_kernel("prox_nm_", "triton", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
     from proxsparse import triton_kernels
 
     if m == 4:
-        triton_kernels.prox_24_(weight, reg_lambda, scale)
+        triton_kernels.prox_24_(weight, reg_lambda)
     else:
-        triton_kernels.prox_wide_(weight, reg_lambda, m, scale)
+        triton_kernels.prox_wide_(weight, reg_lambda, m)
 
 
 @register_kernel("prox_nm_list_", "triton", supports=_supports)
