@@ -197,13 +197,6 @@ def prox_in_float64(tensors, reg_lambdas, pattern="2:4"):
 
 
 CASES = {
-    "prox": Case(
-        "prox_nm_",
-        lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed)},
-        lambda t: {"weight": prox_nm_(t["weight"], 0.7)},
-        lambda t: prox_in_float64(t, {"weight": 0.7}),
-        lambda t: (t["weight"], 0.7, 2, 4),
-    ),
     "prox of a list": Case(
         "prox_nm_list_",
         lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed), "other": normal(shape, dtype, seed + 1)},
@@ -225,43 +218,6 @@ CASES = {
         lambda t: step_(t, reg_lambda=0.6),
         lambda t: step_in_float64(t, 0.6),
         lambda t: step_arguments(t, 0.6),
-    ),
-    "AdamW and prox, everything given": Case(
-        "adamw_prox_",
-        everything,
-        lambda t: step_(t, reg_lambda=0.6),
-        lambda t: step_in_float64(t, 0.6),
-        lambda t: step_arguments(t, 0.6),
-    ),
-    "mask": Case(
-        "nm_mask",
-        lambda shape, dtype, seed: {"score": hard(shape, dtype, seed)},
-        lambda t: {"mask": nm_mask(t["score"])},
-        lambda t: {"mask": mask_of(t["score"], "2:4")},
-        lambda t: (t["score"], 2, 4),
-        same_bits=True,
-    ),
-    "masked weight, scaled": Case(
-        "masked_weight_",
-        lambda shape, dtype, seed: {
-            **{"out": torch.zeros(shape, dtype=dtype), "weight": hard(shape, dtype, seed)},
-            **{"pretrained": hard(shape, dtype, seed + 1), "scale": scaling(shape, dtype)},
-        },
-        lambda t: {"out": masked_weight_(**t)},
-        lambda t: {"out": masked(t["weight"], t["pretrained"], t["scale"])},
-        lambda t: (t["out"], t["weight"], t["pretrained"], t["scale"], 2, 4),
-        same_bits=True,
-    ),
-    "masked weight, W0 and the result in bfloat16": Case(  # of a float32 weight
-        "masked_weight_",
-        lambda shape, dtype, seed: {
-            "weight": hard(shape, dtype, seed),
-            **{name: hard(shape, short(dtype), seed + 1) for name in ("out", "pretrained")},
-        },
-        lambda t: {"out": masked_weight_(**t)},
-        lambda t: {"out": masked(t["weight"], t["pretrained"])},
-        lambda t: (t["out"], t["weight"], t["pretrained"], None, 2, 4),
-        same_bits=True,
     ),
     "masked weight, W0 of another dtype": Case(  # the op converts it
         "masked_weight_",
@@ -285,54 +241,68 @@ CASES = {
         same_bits=True,
     ),
 }
-for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights hardly differ from case to case
-    _n, _m = map(int, _pattern.split(":"))
-    _blocks = {"pattern": _pattern, "block": _m, "remainder": 2}
-    CASES |= {
-        f"prox, {_pattern}": Case(
+
+
+def cases_of(pattern: str, size: float, prox: float, step: float) -> dict[str, Case]:
+    """The cases of every pattern. size: of the weights of the prox; prox, step: lambda."""
+    n, m = map(int, pattern.split(":"))
+    blocks = {"pattern": pattern, "block": m, "remainder": 2 if m > 4 else 0}
+    return {
+        f"prox, {pattern}": Case(
             "prox_nm_",
-            lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed, 0.5)},
-            lambda t, pattern=_pattern: {"weight": prox_nm_(t["weight"], 0.005, pattern)},
-            lambda t, pattern=_pattern: prox_in_float64(t, {"weight": 0.005}, pattern),
-            lambda t, n=_n, m=_m: (t["weight"], 0.005, n, m),
-            **_blocks,
+            lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed, size)},
+            lambda t: {"weight": prox_nm_(t["weight"], prox, pattern)},
+            lambda t: prox_in_float64(t, {"weight": prox}, pattern),
+            lambda t: (t["weight"], prox, n, m),
+            **blocks,
         ),
-        f"AdamW and prox, {_pattern}": Case(
+        f"AdamW and prox, {pattern}": Case(
             "adamw_prox_",
             everything,
-            lambda t, pattern=_pattern: step_(t, reg_lambda=1e-4, pattern=pattern),
-            lambda t, pattern=_pattern: step_in_float64(t, 1e-4, pattern),
-            lambda t, n=_n, m=_m: step_arguments(t, 1e-4, n, m),
-            **_blocks,
+            lambda t: step_(t, reg_lambda=step, pattern=pattern),
+            lambda t: step_in_float64(t, step, pattern),
+            lambda t: step_arguments(t, step, n, m),
+            **blocks,
         ),
-        f"mask, {_pattern}": Case(
+        f"mask, {pattern}": Case(
             "nm_mask",
             lambda shape, dtype, seed: {"score": hard(shape, dtype, seed)},
-            lambda t, pattern=_pattern: {"mask": nm_mask(t["score"], pattern)},
-            lambda t, pattern=_pattern: {"mask": mask_of(t["score"], pattern)},
-            lambda t, n=_n, m=_m: (t["score"], n, m),
-            **_blocks,
+            lambda t: {"mask": nm_mask(t["score"], pattern)},
+            lambda t: {"mask": mask_of(t["score"], pattern)},
+            lambda t: (t["score"], n, m),
+            **blocks,
             same_bits=True,
         ),
-        f"masked weight, {_pattern}, scaled": Case(
+        f"masked weight, {pattern}, scaled": Case(
             "masked_weight_",
-            CASES["masked weight, scaled"].inputs,
-            lambda t, pattern=_pattern: {"out": masked_weight_(**t, pattern=pattern)},
-            lambda t, pattern=_pattern: {"out": masked(t["weight"], t["pretrained"], t["scale"], pattern)},
-            lambda t, n=_n, m=_m: (t["out"], t["weight"], t["pretrained"], t["scale"], n, m),
-            **_blocks,
+            lambda shape, dtype, seed: {
+                **{"out": torch.zeros(shape, dtype=dtype), "weight": hard(shape, dtype, seed)},
+                **{"pretrained": hard(shape, dtype, seed + 1), "scale": scaling(shape, dtype)},
+            },
+            lambda t: {"out": masked_weight_(**t, pattern=pattern)},
+            lambda t: {"out": masked(t["weight"], t["pretrained"], t["scale"], pattern)},
+            lambda t: (t["out"], t["weight"], t["pretrained"], t["scale"], n, m),
+            **blocks,
             same_bits=True,
         ),
-        f"masked weight, {_pattern}, in bfloat16": Case(
+        f"masked weight, {pattern}, in bfloat16": Case(  # W0 and the result of a float32 weight
             "masked_weight_",
-            CASES["masked weight, W0 and the result in bfloat16"].inputs,
-            lambda t, pattern=_pattern: {"out": masked_weight_(**t, pattern=pattern)},
-            lambda t, pattern=_pattern: {"out": masked(t["weight"], t["pretrained"], pattern=pattern)},
-            lambda t, n=_n, m=_m: (t["out"], t["weight"], t["pretrained"], None, n, m),
-            **_blocks,
+            lambda shape, dtype, seed: {
+                "weight": hard(shape, dtype, seed),
+                **{name: hard(shape, short(dtype), seed + 1) for name in ("out", "pretrained")},
+            },
+            lambda t: {"out": masked_weight_(**t, pattern=pattern)},
+            lambda t: {"out": masked(t["weight"], t["pretrained"], pattern=pattern)},
+            lambda t: (t["out"], t["weight"], t["pretrained"], None, n, m),
+            **blocks,
             same_bits=True,
         ),
     }
+
+
+CASES |= cases_of("2:4", 1.0, 0.7, 0.6)
+for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights hardly differ from case to case
+    CASES |= cases_of(_pattern, 0.5, 0.005, 1e-4)
 
 
 def on_backends(but: tuple[str, ...] = ()):

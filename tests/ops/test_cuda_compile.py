@@ -142,7 +142,7 @@ def check_one_load_phase(kernels: list[Compiled]) -> None:
     for kernel in kernels:
         code = [(name, [int(r) for r in re.findall(r"\bR(\d+)", operands)]) for _, name, operands in kernel.code]
         loads = [i for i, (name, _) in enumerate(code) if name == "LDG.E.128"]
-        assert len(loads) >= 4, kernel.head  # of weights, masters, gradients, moments
+        assert len(loads) >= 3, kernel.head  # of weights, masters, gradients; moments may have 8 bytes
         loaded = set()
         for name, registers in code[: loads[-1] + 1]:
             used = registers[1:] if name.startswith("LDG") else registers

@@ -34,13 +34,9 @@ _C, _missing = loaded("proxsparse._C_cuda")
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     if tensor.device.type != "cuda":
         return f"supports only CUDA GPUs, but the tensor is on {tensor.device}"
-    if reason := rocm() or _missing:
+    if reason := missing() or too_old(tensor.device):
         return reason
-    if (n, m) != (2, 4):
-        return f"supports the pattern 2:4, not {n}:{m}"
-    if torch.cuda.get_device_capability(tensor.device) < (8, 0):
-        return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(tensor.device)}"
-    return None
+    return None if (n, m) == (2, 4) else f"supports the pattern 2:4, not {n}:{m}"
 
 
 @register_kernel("prox_nm_", "cuda", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
@@ -89,15 +85,24 @@ def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     return weight
 
 
-def rocm() -> str | None:
-    """The reason why CUDA kernels cannot be used on ROCm, where AMD GPUs also have device type "cuda"; else None."""
-    version = torch.version.hip
-    return f"supports NVIDIA GPUs, but this torch is built for AMD GPUs (ROCm {version})" if version else None
-
-
 def missing() -> str | None:
-    """The reason why these kernels cannot be used, or None."""
-    return rocm() or _missing
+    """The reason why these kernels cannot be used, or None. On ROCm, AMD GPUs also have the device type "cuda"."""
+    version = torch.version.hip
+    return f"supports NVIDIA GPUs, but this torch is built for AMD GPUs (ROCm {version})" if version else _missing
+
+
+def too_old(device: torch.device) -> str | None:
+    """The reason why no kernel can run on this GPU, or None."""
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return None
+    return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(device)}"
+
+
+def unusable(x: Tensor, values: Tensor) -> str | None:
+    """The reason why no kernel of a packed layer (gemv.py, cutlass.py) can use these tensors, or None."""
+    if x.device.type != "cuda" or values.device != x.device:
+        return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
+    return missing() or too_old(x.device)
 
 
 def gemv(
