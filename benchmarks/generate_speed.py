@@ -38,7 +38,6 @@ from proxsparse.inference.linear import SparseLinear
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import EMBEDDED_MODEL, load_model
 from proxsparse.ops import choice, nm_mask, registry
-from proxsparse.ops.backends.cuda import dependent_launch
 from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.runtime.device import choose_device
 
@@ -49,9 +48,8 @@ MODES = {  # mode -> the `faster` of Decoder
     "compile": lambda step, device: compiled(step),
     "graph": capture_graph,
     "compile_graph": lambda step, device: capture_graph(compiled(step), device),
-    "dependent": lambda step, device: with_dependent_launch(capture_graph, compiled(step), device),
 }
-GPU_MODES = ("graph", "compile_graph", "dependent")
+GPU_MODES = ("graph", "compile_graph")
 DEFAULTS = {
     "cpu": {
         "models": ["mistral-7b-v0.1", EMBEDDED_MODEL],
@@ -93,12 +91,6 @@ COLUMNS = {
     "decode": "{decode_backends}",
     "note": "{note}",
 }
-
-
-def with_dependent_launch(faster: Callable, *arguments) -> Callable:
-    """`faster(*arguments)` with programmatic dependent launch of gemv, see `dependent_launch`."""
-    with dependent_launch():
-        return faster(*arguments)
 
 
 @dataclass

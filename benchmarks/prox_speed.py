@@ -141,7 +141,7 @@ def fast_times(sets: list[WeightSet], reg_lambda: float, args: argparse.Namespac
                 else:
                     prox_nm_list_(weights.weights, [reg_lambda] * number)
 
-    op, arguments = ("prox_nm_", (1.0, 2, 4, None)) if number == 1 else ("prox_nm_list_", (2, 4))
+    op, arguments = ("prox_nm_", (1.0, 2, 4)) if number == 1 else ("prox_nm_list_", (2, 4))
     weight = torch.empty(1, 4, dtype=sets[0].flat.dtype, device=device)
     names = [name for name in list_backends(op) if get_kernel(op, name).supports(weight, *arguments) is None]
     runs, notes = {}, {}

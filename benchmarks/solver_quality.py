@@ -90,7 +90,7 @@ NAMES = {table_1: "Table 1", hard_problems: "hard"}
 
 def compare(y: Tensor, lam: Tensor, generator: torch.Generator) -> list[dict[str, object]]:
     """A row for each solver, with its suboptimality on the blocks y [problems, 4] with lam [problems], ascending."""
-    backend = select("prox_nm_", torch.zeros(1, 4, dtype=torch.float64), 1.0, 2, 4, None).backend
+    backend = select("prox_nm_", torch.zeros(1, 4, dtype=torch.float64), 1.0, 2, 4).backend
     solvers = {"EnumALM": paper, "ours: reference": plain_torch, f"ours: {backend}": op}
     answers = {name: solve(y, lam) for name, solve in solvers.items()}
     objectives = {name: reference.objective(w.abs(), y.abs(), lam, 2) for name, (w, _) in answers.items()}

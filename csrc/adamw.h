@@ -14,8 +14,6 @@ inline namespace PROXSPARSE_ISA {
 template <typename T>
 struct AdamW {
   T lr, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, correction1, correction2;
-  T twice_lambda;  // 2 * frozen_lambda
-  T frozen_eps;
 
   explicit AdamW(const AdamWProxCall& call)
       : lr(call.lr),
@@ -26,16 +24,7 @@ struct AdamW {
         eps(call.eps),
         decay(call.decay),
         correction1(call.correction1),
-        correction2(call.correction2),
-        twice_lambda(2 * T(call.frozen_lambda)),
-        frozen_eps(call.frozen_eps) {}
-
-  // d/dw of the frozen-weight term: 2 lambda w (w - w0) (2w - w0) / (w0 + eps sign(w0))^2, sign(0) = 1.
-  template <typename V>
-  PROXSPARSE_INLINE V frozen_gradient(V w, V w0) const {
-    const V denominator = select(w0 >= V(0), w0 + V(frozen_eps), w0 - V(frozen_eps));
-    return V(twice_lambda) * w * (w - w0) * (w + w - w0) / (denominator * denominator);
-  }
+        correction2(call.correction2) {}
 
   // The step of v = c * w with the gradient g of v, as a step of w. rate: lr / c. Updates the moments, which are of v.
   template <typename V>

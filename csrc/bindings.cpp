@@ -6,22 +6,18 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The compiled CPU kernels of proxsparse; csrc/ops.h documents them.";
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
-  module.def("prox_nm_", &proxsparse::prox_nm_, py::arg("weight"), py::arg("reg_lambda"), py::arg("n"), py::arg("m"),
-             py::arg("scale") = py::none(), without_gil);
+  module.def("prox_nm_", &proxsparse::prox_nm_, py::arg("weight"), py::arg("reg_lambda"), py::arg("m"), without_gil);
   module.def("adamw_prox_", &proxsparse::adamw_prox_, py::arg("weight"), py::arg("grad"), py::arg("exp_avg"),
-             py::arg("exp_avg_sq"), py::arg("master"), py::arg("pretrained"), py::arg("scale"), py::arg("step"),
-             py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-             py::arg("reg_lambda"), py::arg("n"), py::arg("m"), py::arg("frozen_lambda"), py::arg("frozen_eps"),
-             py::arg("seed"), without_gil);
+             py::arg("exp_avg_sq"), py::arg("master"), py::arg("scale"), py::arg("step"), py::arg("lr"),
+             py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("reg_lambda"),
+             py::arg("m"), py::arg("seed"), without_gil);
   module.def("cpu_capability", &proxsparse::cpu_capability);
-  module.def("mask_nm", &proxsparse::mask_nm, py::arg("score"), py::arg("n"), py::arg("m"), py::arg("mask"),
-             without_gil);
+  module.def("mask_nm", &proxsparse::mask_nm, py::arg("score"), py::arg("m"), py::arg("mask"), without_gil);
   module.def("masked_weight_nm_", &proxsparse::masked_weight_nm_, py::arg("out"), py::arg("weight"),
-             py::arg("pretrained"), py::arg("scale"), py::arg("n"), py::arg("m"), without_gil);
-  module.def("pack_n4", &proxsparse::pack_n4, py::arg("weight"), py::arg("n"), py::arg("values"), py::arg("indices"),
+             py::arg("pretrained"), py::arg("scale"), py::arg("m"), without_gil);
+  module.def("pack_24", &proxsparse::pack_24, py::arg("weight"), py::arg("values"), py::arg("indices"), without_gil);
+  module.def("unpack_24", &proxsparse::unpack_24, py::arg("values"), py::arg("indices"), py::arg("weight"),
              without_gil);
-  module.def("unpack_n4", &proxsparse::unpack_n4, py::arg("values"), py::arg("indices"), py::arg("n"),
-             py::arg("weight"), without_gil);
   module.def("quantize_nm", &proxsparse::quantize_nm, py::arg("values"), py::arg("codes"), py::arg("scales"),
              without_gil);
   module.def("dequantize_nm", &proxsparse::dequantize_nm, py::arg("codes"), py::arg("scales"), py::arg("values"),

@@ -58,13 +58,12 @@ inline void check_in_features(const char* name, const at::Tensor& weight) {
 }
 
 // Raises for a pattern that the kernels do not support, or a weight that it does not divide. CUDA supports only m = 4.
-inline void check_pattern(const char* name, const at::Tensor& weight, int64_t n, int64_t m) {
+inline void check_pattern(const char* name, const at::Tensor& weight, int64_t m) {
   if (m == 4) {
     check_in_features(name, weight);
-    TORCH_CHECK_VALUE(n == 1 || n == 2, "n=", n, ": this kernel supports 1:4 and 2:4; choose another backend");
   } else {
-    TORCH_CHECK_VALUE((m == 6 || m == 8 || m == 10) && n == m - 2, n, ":", m,
-                      ": this kernel supports 1:4, 2:4, 4:6, 6:8 and 8:10; choose another backend");
+    TORCH_CHECK_VALUE(m == 6 || m == 8 || m == 10, "m=", m,
+                      ": this kernel supports 2:4, 4:6, 6:8 and 8:10; choose another backend");
     TORCH_CHECK_VALUE(weight.dim() > 0 && weight.size(-1) % 2 == 0, name, " of shape ", weight.sizes(),
                       ": in_features must be even; exclude this layer");
   }
@@ -75,31 +74,25 @@ inline void check_reg_lambda(double reg_lambda) {
                     " must be a finite number >= 0");
 }
 
-// The arguments of prox_n4_ (ops.h).
-inline ProxCall checked_prox(at::DeviceType device, const at::Tensor& weight, double reg_lambda, int64_t n,
-                             const OptionalTensor& scale, int64_t m = 4) {
+// The arguments of prox_nm_ (ops.h).
+inline ProxCall checked_prox(at::DeviceType device, const at::Tensor& weight, double reg_lambda, int64_t m = 4) {
   check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
-  check_pattern("weight", weight, n, m);
+  check_pattern("weight", weight, m);
   check_reg_lambda(reg_lambda);
-  if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic_of(weight));
   return {.weight = weight.mutable_data_ptr(),
-          .scale = data_or_null(scale),
           .numel = weight.numel(),
           .in_features = in_features_of(weight),
           .dtype = dtype_of(weight, "weight"),
           .reg_lambda = reg_lambda,
-          .n = static_cast<int>(n),
           .m = static_cast<int>(m)};
 }
 
 // The arguments of adamw_prox_ (ops.h).
 inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor& weight, const at::Tensor& grad,
                                         const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                                        const OptionalTensor& master, const OptionalTensor& pretrained,
-                                        const OptionalTensor& scale, int64_t step, double lr, double beta1,
-                                        double beta2, double eps, double weight_decay, double reg_lambda, int64_t n,
-                                        double frozen_lambda, double frozen_eps, std::optional<int64_t> seed,
-                                        int64_t m = 4) {
+                                        const OptionalTensor& master, const OptionalTensor& scale, int64_t step,
+                                        double lr, double beta1, double beta2, double eps, double weight_decay,
+                                        double reg_lambda, std::optional<int64_t> seed, int64_t m = 4) {
   const Dtype kind = dtype_of(weight, "weight");
   const at::ScalarType dtype = weight.scalar_type(), arithmetic = arithmetic_of(weight);
   const bool moments_bfloat16 = exp_avg.scalar_type() == at::kBFloat16 && kind != kFloat64;
@@ -113,18 +106,15 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
   TORCH_CHECK_VALUE(!master || kind == kBFloat16 || kind == kFloat16, "master: a ", dtype,
                     " weight needs no master copy; pass none");
   if (master) check("master", *master, at::kFloat);
-  if (pretrained) check("pretrained", *pretrained, dtype);
-  TORCH_CHECK_VALUE(pretrained || frozen_lambda == 0, "frozen_lambda=", frozen_lambda, " needs the pretrained weights");
   if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic);
   TORCH_CHECK_VALUE(step >= 1, "step=", step, ": steps are counted from 1");
   check_reg_lambda(reg_lambda);
-  if (reg_lambda > 0) check_pattern("weight", weight, n, m);
+  if (reg_lambda > 0) check_pattern("weight", weight, m);
   return {.weight = weight.mutable_data_ptr(),
           .exp_avg = exp_avg.mutable_data_ptr(),
           .exp_avg_sq = exp_avg_sq.mutable_data_ptr(),
           .master = master ? master->mutable_data_ptr() : nullptr,
           .grad = grad.const_data_ptr(),
-          .pretrained = frozen_lambda > 0 ? data_or_null(pretrained) : nullptr,
           .scale = data_or_null(scale),
           .numel = weight.numel(),
           .in_features = in_features_of(weight),
@@ -138,22 +128,19 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
           .correction1 = 1 / (1 - std::pow(beta1, step)),
           .correction2 = 1 / std::sqrt(1 - std::pow(beta2, step)),
           .reg_lambda = reg_lambda,
-          .n = static_cast<int>(n),
           .m = static_cast<int>(m),
-          .frozen_lambda = frozen_lambda,
-          .frozen_eps = frozen_eps,
           .stochastic = seed.has_value(),
           .seed = static_cast<uint64_t>(seed.value_or(0))};
 }
 
-// The arguments of masked_weight_n4_ (ops.h).
+// The arguments of masked_weight_nm_ (ops.h).
 inline MaskedWeightCall checked_masked_weight(at::DeviceType device, const at::Tensor& out, const at::Tensor& weight,
-                                              const at::Tensor& pretrained, const OptionalTensor& scale, int64_t n,
+                                              const at::Tensor& pretrained, const OptionalTensor& scale,
                                               int64_t m = 4) {
   const at::ScalarType dtype = weight.scalar_type();
   const bool mixed = dtype == at::kFloat && pretrained.scalar_type() == at::kBFloat16;
   check_tensor("weight", weight, device, weight.sizes(), dtype);
-  check_pattern("weight", weight, n, m);
+  check_pattern("weight", weight, m);
   check_tensor("pretrained", pretrained, device, weight.sizes(), mixed ? at::kBFloat16 : dtype);
   check_tensor("out", out, device, weight.sizes(), pretrained.scalar_type());
   if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic_of(weight));
@@ -165,19 +152,17 @@ inline MaskedWeightCall checked_masked_weight(at::DeviceType device, const at::T
           .in_features = in_features_of(weight),
           .dtype = dtype_of(weight, "weight"),
           .pretrained_bfloat16 = mixed,
-          .n = static_cast<int>(n),
           .m = static_cast<int>(m)};
 }
 
-// The weight of an n:4 pattern and its packed format.
-inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, int64_t n, const at::Tensor& values,
+// A 2:4 weight and its packed format.
+inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, const at::Tensor& values,
                              const at::Tensor& indices) {
-  TORCH_CHECK_VALUE(n >= 1 && n <= 3, "n=", n, ": only 1:4, 2:4 and 3:4 weights can be packed; leave the weight dense");
   check_in_features("weight", weight);
   check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
   auto sizes = weight.sizes().vec();
   const int64_t in_features = sizes.back();
-  sizes.back() = in_features / 4 * n;
+  sizes.back() = in_features / 2;
   check_tensor("values", values, device, sizes, weight.scalar_type());
   sizes.back() = (sizes.back() + 3) / 4;
   check_tensor("indices", indices, device, sizes, at::kByte);

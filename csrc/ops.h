@@ -13,54 +13,50 @@
 
 namespace proxsparse {
 
-// W <- argmin_V 1/2 |V - c W|^2 + reg_lambda * Reg_{n:m}(V), divided by c, in place.
+// W <- argmin_V 1/2 |V - W|^2 + reg_lambda * Reg_{n:m}(V), in place.
 //   weight      [..., in_features]; float32, float64, bfloat16 or float16
-//   reg_lambda  finite, >= 0, in units of 1 / |c w|^(n-1)
-//   n, m        1:4, 2:4, or m - 2 of m = 6, 8 or 10, where the in_features % m last weights of a row do not change
-//   scale       c, [in_features], positive; float64 for a float64 weight, float32 otherwise; none means 1
-void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t n, int64_t m, const OptionalTensor& scale);
+//   reg_lambda  finite, >= 0, in units of 1 / |w|^(m-3)
+//   m           4, 6, 8 or 10; n = m - 2 are kept; the in_features % m last weights of a row do not change (m > 4)
+void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t m);
 
 // One step of AdamW, then the prox, in one pass; `adamw_prox` in proxsparse/reference has the equations.
 //   weight               as above, but of any shape if reg_lambda is 0
 //   grad                 as weight; not changed
 //   exp_avg, exp_avg_sq  shape of weight; float64 for a float64 weight, float32 or bfloat16 otherwise
 //   master               float32, for a bfloat16 or float16 weight, or none
-//   pretrained           as weight; may be none if frozen_lambda is 0
-//   scale                as above
+//   scale                c, [in_features], positive; float64 for a float64 weight, float32 otherwise; none means 1
 //   step                 counted from 1
 //   seed                 of stochastic rounding to bfloat16, 64 bits; none means rounding to nearest
 void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,
-                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& pretrained,
-                 const OptionalTensor& scale, int64_t step, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, double reg_lambda, int64_t n, int64_t m, double frozen_lambda, double frozen_eps,
+                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& scale, int64_t step,
+                 double lr, double beta1, double beta2, double eps, double weight_decay, double reg_lambda, int64_t m,
                  std::optional<int64_t> seed);
 
-// mask <- true for the n largest scores of every m. Of equal scores, the one with the lower index is kept; a NaN is
+// mask <- true for the m - 2 largest scores of every m. Of equal scores, the one with the lower index is kept; a NaN is
 // treated as infinity.
 //   score  [..., in_features]; float32, float64, bfloat16 or float16
-//   n, m   as above; the remainder of a row is kept
+//   m      as above; the remainder of a row is kept
 //   mask   bool, shape of score; overwritten
-void mask_nm(const at::Tensor& score, int64_t n, int64_t m, const at::Tensor& mask);
+void mask_nm(const at::Tensor& score, int64_t m, const at::Tensor& mask);
 
-// out <- W0 where the score c * w * sign(W0) is among the n largest of its block, as in mask_nm; else +0.
+// out <- W0 where the score c * w * sign(W0) is among the m - 2 largest of its block, as in mask_nm; else +0.
 //   out         as pretrained; overwritten
 //   weight      [..., in_features]; float32, float64, bfloat16 or float16
 //   pretrained  W0, as weight, or bfloat16 for a float32 weight
 //   scale       c, [in_features]; float64 for a float64 weight, float32 otherwise; none means 1
-//   n, m        as in mask_nm
+//   m           as in mask_nm
 void masked_weight_nm_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
-                       const OptionalTensor& scale, int64_t n, int64_t m);
+                       const OptionalTensor& scale, int64_t m);
 
-// weight -> kept values and their places; proxsparse/reference/pack.py describes the packed format. Returns false if a
-// block has more than n nonzeros; values and indices are then invalid.
+// A 2:4 weight -> kept values and their places; proxsparse/reference/pack.py describes the packed format. Returns false
+// if a block has more than two nonzeros; values and indices are then invalid.
 //   weight   [..., in_features]; float32, float64, bfloat16 or float16
-//   n        1, 2 or 3
-//   values   [..., k], k = in_features * n / 4, dtype of weight; overwritten
-//   indices  uint8, [..., ceil(k / 4)]; overwritten
-bool pack_n4(const at::Tensor& weight, int64_t n, const at::Tensor& values, const at::Tensor& indices);
+//   values   [..., in_features / 2], dtype of weight; overwritten
+//   indices  uint8, [..., ceil(in_features / 8)]; overwritten
+bool pack_24(const at::Tensor& weight, const at::Tensor& values, const at::Tensor& indices);
 
 // The inverse: overwrites weight. Places that are not in ascending order give wrong weights, but no invalid access.
-void unpack_n4(const at::Tensor& values, const at::Tensor& indices, int64_t n, const at::Tensor& weight);
+void unpack_24(const at::Tensor& values, const at::Tensor& indices, const at::Tensor& weight);
 
 // The values of a packed weight -> codes of 8 or 4 bits and scales; proxsparse/reference/quantize.py has the equations.
 //   values  [..., k]; float32, float64, bfloat16 or float16

@@ -1,14 +1,13 @@
-// The proximal operator of ONE block of four weights, on the CPU and on the GPU. T is one number or a vector of
+// The proximal operator of ONE 2:4 block, on the CPU and on the GPU. T is one number or a vector of
 // numbers. No function has a branch that depends on a number: a loop over blocks becomes vector code, and the threads
 // of a GPU diverge only where the caller branches.
 //
-//   2:4  argmin_{x >= 0}  1/2 |x - u|^2 + e_3(x),           e_3(x) = x1 x2 x3 + x1 x2 x4 + x1 x3 x4 + x2 x3 x4
-//   1:4  argmin_{w >= 0}  1/2 |w - z|^2 + lambda * e_2(w),  e_2(w) = the sum of all w_i w_j, i < j
+//   argmin_{x >= 0}  1/2 |x - u|^2 + e_3(x),  e_3(x) = x1 x2 x3 + x1 x2 x4 + x1 x3 x4 + x2 x3 x4
 //
-// 2:4 is solved in the unit in which lambda is 1: u = lambda * z and x = lambda * w, where z are the magnitudes of the
-// block. u1 >= u2 >= u3 >= u4 unless a function says otherwise. solve_24 and solve_1m in proxsparse/reference explain
-// the candidates, and solve all of them. The criteria here choose the support without solving: our own derivation,
-// checked on 10^7 random blocks.
+// in the unit in which lambda is 1: u = lambda * z and x = lambda * w, where z are the magnitudes of the block.
+// u1 >= u2 >= u3 >= u4 unless a function says otherwise. solve_24 in proxsparse/reference explains the candidates, and
+// solves all of them. The criteria here choose the support without solving: our own derivation, checked on 10^7 random
+// blocks.
 #pragma once
 
 #include <cmath>
@@ -99,14 +98,11 @@ constexpr bool kIsDouble = sizeof(typename ScalarOf<T>::Type) == 8;
 template <typename T>
 struct ProxParams {
   T lambda, inverse_lambda;  // clamped so that both are finite and positive in T
-  T gain;  // of solve_14: 1 / (1 - lambda), computed in double, because lambda may be 1 in T; 0 for lambda >= 1
-  int n;   // weights kept of every 4: 1 or 2
 
-  ProxParams(double reg_lambda, int n) : n(n) {
+  explicit ProxParams(double reg_lambda) {
     constexpr double least = std::numeric_limits<T>::min(), most = std::numeric_limits<T>::max();
     lambda = static_cast<T>(smaller(larger(reg_lambda, least), most));
     inverse_lambda = 1 / lambda;
-    gain = static_cast<T>(reg_lambda < 1 ? 1 / (1 - reg_lambda) : 0);
   }
 };
 
@@ -358,29 +354,6 @@ PROXSPARSE_INLINE Block<T> best_with_fourth_24(Block<T> u, Block<T> x) {
   const DenseCandidate<T> dense = dense_24(u);
   const auto valid = (dense.x4 > (kIsDouble<T> ? T(-1e-15) : T(-5e-7))) & (dense.x.w4 > T(0));
   return choose(valid & (objective_24(u, dense.x) <= objective_24(u, x) * T(kTie<T>)), dense.x, x);
-}
-
-// ------------------------------------------------------------------------- 1:4
-
-// The exact prox of a sorted 1:4 block for lambda < 1, where the problem is convex. (Otherwise it is [z1, 0, 0, 0].)
-// With
-//   w_k = ((z1 + ... + z_k) / (1 + (k - 1) lambda) - gain * sum_{j<k} (z_j - z_k)) / k,  gain = 1 / (1 - lambda)
-// the support is the largest k with w_k > 0, and w_i = w_k + gain * (z_i - z_k) for i <= k. Only differences are
-// multiplied by the gain, so ties stay exact for any lambda < 1.
-template <typename T>
-PROXSPARSE_INLINE Block<T> solve_14(Block<T> z, T lambda, T gain) {
-  const T sum2 = z.w1 + z.w2, sum3 = sum2 + z.w3, sum4 = sum3 + z.w4;
-  const T d12 = gain * (z.w1 - z.w2), d13 = gain * (z.w1 - z.w3), d23 = gain * (z.w2 - z.w3);
-  const T d14 = gain * (z.w1 - z.w4), d24 = gain * (z.w2 - z.w4), d34 = gain * (z.w3 - z.w4);
-  const T one = T(1), zero = T(0);
-  const T last2 = (sum2 / (one + lambda) - d12) / T(2);
-  const T last3 = (sum3 / (one + T(2) * lambda) - (d13 + d23)) / T(3);
-  const T last4 = (sum4 / (one + T(3) * lambda) - (d14 + d24 + d34)) / T(4);
-  const auto take2 = last2 > zero, take3 = last3 > zero, take4 = last4 > zero;
-  return {smaller(select(take4, last4 + d14, select(take3, last3 + d13, select(take2, last2 + d12, z.w1))), z.w1),
-          smaller(select(take4, last4 + d24, select(take3, last3 + d23, select(take2, last2, zero))), z.w2),
-          smaller(select(take4, last4 + d34, select(take3, last3, zero)), z.w3),
-          smaller(select(take4, last4, zero), z.w4)};
 }
 
 }  // namespace PROXSPARSE_ISA

@@ -131,8 +131,8 @@ class NMPattern:
 
 
 PatternLike = str | NMPattern
-WINDOWED = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))  # the patterns that a weight's zeros are compared with
-FAST = (NMPattern(1, 4), *WINDOWED)  # the patterns of the C++ and Triton kernels
+# The patterns of the C++ and Triton kernels, and those that a weight's zeros are compared with.
+WINDOWED = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))
 MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 

@@ -1,4 +1,4 @@
-"""AdamW, the gradient of the frozen-weight term, the scale and the exact prox in one pass over all tensors.
+"""AdamW, the scale and the exact prox in one pass over all tensors.
 
 One launch serves many weights, and can also write W0 under the mask of the new weight. The equations are in
 `proxsparse.reference.adamw_prox`; block.py has the prox of a block.
@@ -16,7 +16,7 @@ from .block import largest_finite, shrink
 from .formats import arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
 from .launch import LANES, weights_of_piece
 from .masked_weight import under_mask
-from .prox import TRITON_DTYPE, check_weight, gain_of, rows_and_blocks, unit_of
+from .prox import TRITON_DTYPE, check_weight, rows_and_blocks, unit_of
 from .wide_block import prox_wide
 
 # Two blocks per lane: a step reads and writes 40 to 110 bytes per block, so registers are scarce but time is not.
@@ -41,12 +41,12 @@ def random_bits(index, seed_low, seed_high):
 
 
 @triton.jit
-def prox_scaled(w, c, reg_lambda, gain, N: tl.constexpr, BLOCKS: tl.constexpr, PER_ACCESS: tl.constexpr):
+def prox_scaled(w, c, reg_lambda, BLOCKS: tl.constexpr, PER_ACCESS: tl.constexpr):
     """[4 * BLOCKS] -> the prox of c * w, divided by c (None means 1); zeros are +0.0."""
     v = tl.abs(w if c is None else w * c)
     v0, v1, v2, v3 = split4(v, BLOCKS)
     largest = reg_lambda * largest_finite(v0, v1, v2, v3)
-    x0, x1, x2, x3 = shrink(v0, v1, v2, v3, reg_lambda, gain, largest, N, False, PER_ACCESS)
+    x0, x1, x2, x3 = shrink(v0, v1, v2, v3, reg_lambda, largest, False, PER_ACCESS)
     shrunk = join4(x0, x1, x2, x3, BLOCKS)
     new = shrunk if c is None else shrunk / tl.abs(c)
     return tl.where(shrunk < v, tl.where((w < 0) & (new > 0), -new, new), w)
@@ -61,12 +61,12 @@ def rounded(x, random, dtype: tl.constexpr):
 
 
 # A row of the table is up to ROW_PIECES pieces of one weight: addresses, sizes, and the bits of float64 numbers.
-ADDRESSES = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale", "out", "out_pretrained")
+ADDRESSES = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "scale", "out", "out_pretrained")
 SIZES = ("columns", "pieces", "first", "total", "seed")
-NUMBERS = ("decay", "rate", "root_factor", "reg_lambda", "gain")
+NUMBERS = ("decay", "rate", "root_factor", "unit")
 ENTRIES = tl.constexpr(len(ADDRESSES + SIZES + NUMBERS))
 FIRST = (ADDRESSES + SIZES).index("first")
-ROW_PIECES = 1024  # long rows keep the table small: 152 bytes for 2^18 weights; short rows waste less work at the end
+ROW_PIECES = 1024  # long rows keep the table small: 136 bytes for 2^18 weights; short rows waste less work at the end
 
 
 @triton.jit
@@ -97,30 +97,25 @@ def adamw_prox_kernel(
     beta1: tl.float64,  # without the annotations Triton would pass fp32
     beta2: tl.float64,
     eps: tl.float64,
-    frozen_lambda: tl.float64,
-    frozen_eps: tl.float64,
     dtype: tl.constexpr,  # of the weights
     grad_dtype: tl.constexpr,  # that of the weight, or bfloat16 for a float32 weight
     moment: tl.constexpr,  # the arithmetic's dtype or bfloat16
     out_dtype: tl.constexpr,  # of `out` and its W0, or None: `out` is not written
     MASTER: tl.constexpr,  # whether there are float32 masters
-    FROZEN: tl.constexpr,  # whether there is a frozen-weight term
     SCALED: tl.constexpr,  # whether there are scales, of the arithmetic's dtype
     STOCHASTIC: tl.constexpr,  # rounding
     ALIGNED: tl.constexpr,  # whether addresses and columns are multiples of 16
     PROX: tl.constexpr,
-    N: tl.constexpr,  # weights kept of every M: 1 or 2 of 4, or M - 2
-    M: tl.constexpr,
+    M: tl.constexpr,  # M - 2 weights of every M are kept
     BLOCKS: tl.constexpr,  # blocks per piece, all in one row of the weight
 ):
     arithmetic: tl.constexpr = arithmetic_of(dtype)
     row_ptr = table_ptr + tl.program_id(0) // row_pieces * ENTRIES
-    columns, pieces = tl.load(row_ptr + 9), tl.load(row_ptr + 10).to(tl.int32)
-    piece, total = (tl.load(row_ptr + 11) + tl.program_id(0) % row_pieces).to(tl.int32), tl.load(row_ptr + 12)
-    seed = tl.load(row_ptr + 13)
-    decay, rate = number(row_ptr, 14, arithmetic), number(row_ptr, 15, arithmetic)
-    root_factor = number(row_ptr, 16, arithmetic)
-    reg_lambda, gain = number(row_ptr, 17, arithmetic), number(row_ptr, 18, arithmetic)
+    columns, pieces = tl.load(row_ptr + 8), tl.load(row_ptr + 9).to(tl.int32)
+    piece, total = (tl.load(row_ptr + 10) + tl.program_id(0) % row_pieces).to(tl.int32), tl.load(row_ptr + 11)
+    seed = tl.load(row_ptr + 12)
+    decay, rate = number(row_ptr, 13, arithmetic), number(row_ptr, 14, arithmetic)
+    root_factor, unit = number(row_ptr, 15, arithmetic), number(row_ptr, 16, arithmetic)
     if SCALED or M > 4:
         columns = columns.to(tl.int32)  # of a row; otherwise of the whole weight
     if ALIGNED and M == 4:  # for other blocks Triton fails, as in wide_prox.py
@@ -128,7 +123,6 @@ def adamw_prox_kernel(
 
     one_minus_beta1, one_minus_beta2 = tl.full((), 1 - beta1, arithmetic), tl.full((), 1 - beta2, arithmetic)
     beta1, beta2, eps = tl.full((), beta1, arithmetic), tl.full((), beta2, arithmetic), tl.full((), eps, arithmetic)
-    frozen_lambda, frozen_eps = tl.full((), frozen_lambda, arithmetic), tl.full((), frozen_eps, arithmetic)
 
     index, column, inside = weights_of_piece(piece, columns, pieces, SCALED, BLOCKS, M)
     inside = inside & (piece < total)
@@ -140,12 +134,8 @@ def adamw_prox_kernel(
         w = load_piece(row_ptr, 4, index, inside, 0.0, tl.float32, ALIGNED)
     c = None
     if SCALED:
-        c = load_piece(row_ptr, 6, column, inside, 1.0, arithmetic, ALIGNED)
+        c = load_piece(row_ptr, 5, column, inside, 1.0, arithmetic, ALIGNED)
 
-    if FROZEN:
-        w0 = widened(load_piece(row_ptr, 5, index, inside, 1.0, dtype, ALIGNED), arithmetic)
-        span = tl.where(w0 >= 0, w0 + frozen_eps, w0 - frozen_eps)
-        g += frozen_lambda * (2 * w * (w - w0) * (2 * w - w0) / (span * span))
     if c is not None:
         g = g / c
     mean = beta1 * mean + one_minus_beta1 * g
@@ -155,9 +145,9 @@ def adamw_prox_kernel(
         step = step / c
     w = w * decay - step
     if PROX and M > 4:
-        w = prox_wide(w, c, gain, M, BLOCKS, is_half(dtype) and not MASTER)
+        w = prox_wide(w, c, unit, M, BLOCKS, is_half(dtype) and not MASTER)
     elif PROX:
-        w = prox_scaled(w, c, reg_lambda, gain, N, BLOCKS, 2 if is_half(dtype) else 1)
+        w = prox_scaled(w, c, unit, BLOCKS, 2 if is_half(dtype) else 1)
 
     weight_bits, mean_bits, square_bits = None, None, None
     if STOCHASTIC:
@@ -171,16 +161,16 @@ def adamw_prox_kernel(
     tl.store(address(row_ptr, 2, moment, ALIGNED) + index, rounded(mean, mean_bits, moment), mask=inside)
     tl.store(address(row_ptr, 3, moment, ALIGNED) + index, rounded(square, square_bits, moment), mask=inside)
     if out_dtype is not None:
-        pretrained = load_piece(row_ptr, 8, index, inside, 0.0, out_dtype, ALIGNED)
-        result = under_mask(widened(new, arithmetic), pretrained, c, column, columns, N, BLOCKS, M)
-        tl.store(address(row_ptr, 7, out_dtype, ALIGNED) + index, result, mask=inside)
+        pretrained = load_piece(row_ptr, 7, index, inside, 0.0, out_dtype, ALIGNED)
+        result = under_mask(widened(new, arithmetic), pretrained, c, column, columns, BLOCKS, M)
+        tl.store(address(row_ptr, 6, out_dtype, ALIGNED) + index, result, mask=inside)
 
 
 class Step(NamedTuple):
     """Step t of AdamW on c * w, then the prox of n:m blocks, in place; the equations are in `reference.adamw_prox`.
 
     Shapes, dtypes and units are those of `proxsparse.ops.adamw_prox_`; all tensors are contiguous, on a CUDA GPU, or on
-    the CPU if the environment had TRITON_INTERPRET=1 when triton was imported. n:m is 1:4, 2:4, 4:6, 6:8 or 8:10.
+    the CPU if the environment had TRITON_INTERPRET=1 when triton was imported. n:m is 2:4, 4:6, 6:8 or 8:10.
     """
 
     weight: torch.Tensor
@@ -188,7 +178,6 @@ class Step(NamedTuple):
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     master: torch.Tensor | None
-    pretrained: torch.Tensor | None
     scale: torch.Tensor | None  # in float32 (float64 for a float64 weight)
     step: int
     lr: float
@@ -199,16 +188,13 @@ class Step(NamedTuple):
     reg_lambda: float
     n: int  # n and m are ignored if reg_lambda is 0 and `out` is None
     m: int
-    frozen_lambda: float
-    frozen_eps: float
     seed: int | None  # in [-2^63, 2^63)
     out: torch.Tensor | None = None  # becomes W0 under the mask of the new weight, as in `masked_weight_nm_`
     out_pretrained: torch.Tensor | None = None  # W0 for `out`, of its dtype
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """Those in ADDRESSES that the kernel uses."""
-        found = {name: getattr(self, name) for name in ADDRESSES}
-        return found | ({} if self.frozen_lambda > 0 else {"pretrained": None})
+        """Those in ADDRESSES."""
+        return {name: getattr(self, name) for name in ADDRESSES}
 
     @property
     def block(self) -> int:
@@ -219,20 +205,18 @@ class Step(NamedTuple):
         """What is equal for all weights of a launch."""
         tensors = self.tensors()
         aligned = not any(t.data_ptr() % 16 for t in tensors.values() if t is not None)
-        has = {name: tensors[name] is not None for name in ("master", "pretrained", "scale", "out")}
+        has = {name: tensors[name] is not None for name in ("master", "scale", "out")}
         return {
-            **{name: float(getattr(self, name)) for name in ("beta1", "beta2", "eps", "frozen_lambda", "frozen_eps")},
+            **{name: float(getattr(self, name)) for name in ("beta1", "beta2", "eps")},
             "dtype": TRITON_DTYPE[self.weight.dtype],
             "grad_dtype": TRITON_DTYPE[self.grad.dtype],
             "moment": TRITON_DTYPE[self.exp_avg.dtype],
             "out_dtype": TRITON_DTYPE[self.out.dtype] if has["out"] else None,
             "MASTER": has["master"],
-            "FROZEN": has["pretrained"],
             "SCALED": has["scale"],
             "STOCHASTIC": self.seed is not None,
             "ALIGNED": aligned and self.weight.ndim > 0 and self.weight.shape[-1] % 16 == 0,
             "PROX": self.reg_lambda > 0,
-            "N": self.n if self.block == self.m else 2,
             "M": self.block,
         }
 
@@ -250,7 +234,7 @@ def adamw_prox_list_(steps: Sequence[Step]) -> None:
     launches: dict[tuple, list[Step]] = {}
     for step in steps:
         if step.reg_lambda > 0 or step.out is not None:
-            check_weight(step.weight, step.n, step.m)
+            check_weight(step.weight, step.m)
         if step.weight.numel():
             launches.setdefault((step.weight.device, *step.constants().items()), []).append(step)
     for (device, *constants), same in launches.items():
@@ -271,9 +255,9 @@ def launch(device: torch.device, constants: dict[str, object], steps: list[Step]
         totals.append(step.weight.numel() // columns * pieces)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in step.tensors().values()]
         integers.append([*addresses, columns, pieces, 0, totals[-1], step.seed or 0])
-        gain = gain_of(step.reg_lambda) if step.block == 4 else unit_of(step.reg_lambda, step.block)
+        unit = step.reg_lambda if step.block == 4 else unit_of(step.reg_lambda, step.block)
         bias1, bias2 = 1 - step.beta1**step.step, 1 - step.beta2**step.step
-        settings = 1 - step.lr * step.weight_decay, step.lr / bias1, 1 / math.sqrt(bias2), step.reg_lambda, gain
+        settings = 1 - step.lr * step.weight_decay, step.lr / bias1, 1 / math.sqrt(bias2), unit
         numbers.append(settings)
     row_pieces = min(ROW_PIECES, max(totals))
     rows = (torch.tensor(totals) + row_pieces - 1) // row_pieces

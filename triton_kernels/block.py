@@ -306,32 +306,6 @@ def solve_24(u1, u2, u3, u4, steps, PER_LANE: tl.constexpr, PER_ACCESS: tl.const
     return x1, x2, by_block(x3, PER_LANE, PER_ACCESS), by_block(x4, PER_LANE, PER_ACCESS)
 
 
-# ---------------------------------------------------------------------------------------------- 1:4
-
-
-@triton.jit
-def solve_14(z1, z2, z3, z4, reg_lambda, gain):
-    """argmin 1/2 |w - z|^2 + lambda * e_2(w) of a sorted block.
-
-    lambda >= 1, where gain = 0: (z1, 0, 0, 0). lambda < 1 (convex), where gain = 1 / (1 - lambda): with
-    w_k = ((z1 + ... + zk) / (1 + (k - 1) lambda) - gain * sum_{j<k} (zj - zk)) / k, the support is the largest k with
-    w_k > 0, and w_i = w_k + gain * (z_i - z_k) for i <= k. Only differences are multiplied by gain: ties stay exact.
-    """
-    sum2 = z1 + z2
-    sum3 = sum2 + z3
-    d12, d13, d23 = gain * (z1 - z2), gain * (z1 - z3), gain * (z2 - z3)
-    d14, d24, d34 = gain * (z1 - z4), gain * (z2 - z4), gain * (z3 - z4)
-    last2 = (sum2 / (1 + reg_lambda) - d12) / 2
-    last3 = (sum3 / (1 + 2 * reg_lambda) - (d13 + d23)) / 3
-    last4 = ((sum3 + z4) / (1 + 3 * reg_lambda) - (d14 + d24 + d34)) / 4
-    take2, take3, take4 = gain * last2 > 0, gain * last3 > 0, gain * last4 > 0  # none if the gain is 0
-    w1 = tl.where(take4, last4 + d14, tl.where(take3, last3 + d13, tl.where(take2, last2 + d12, z1)))
-    w2 = tl.where(take4, last4 + d24, tl.where(take3, last3 + d23, tl.where(take2, last2, 0.0)))
-    w3 = tl.where(take4, last4 + d34, tl.where(take3, last3, 0.0))
-    w4 = tl.where(take4, last4, 0.0)
-    return tl.minimum(w1, z1), tl.minimum(w2, z2), tl.minimum(w3, z3), tl.minimum(w4, z4)
-
-
 # ---------------------------------------------------------------------------------------------- any blocks
 
 
@@ -361,26 +335,22 @@ def largest_finite(m0, m1, m2, m3):
 
 
 @triton.jit
-def shrink_sorted(m0, m1, m2, m3, reg_lambda, gain, largest, N: tl.constexpr, PER_ACCESS: tl.constexpr):
+def shrink_sorted(m0, m1, m2, m3, reg_lambda, largest, PER_ACCESS: tl.constexpr):
     """The exact prox of finite magnitudes; magnitudes that do not shrink keep their bits."""
-    unit = reg_lambda if N == 2 else 1.0  # 2:4 is solved in the unit in which lambda is 1
     z1, z2, z3, z4, ab1, cd1, bc1, ab2, cd2, bc2 = sort4(m0, m1, m2, m3)  # before rounding can make two of them equal
-    u1, u2, u3, u4 = unit * z1, unit * z2, unit * z3, unit * z4
-    if N == 2:
-        # 2 steps where they suffice for 1e-6 u1^2 of the objective (float32)
-        steps = 5 if m0.dtype == tl.float64 else tl.where(largest <= 0.35, 2, 3)
-        x1, x2, x3, x4 = solve_24(u1, u2, u3, u4, steps, BLOCKS_PER_LANE, PER_ACCESS)
-    else:
-        x1, x2, x3, x4 = solve_14(u1, u2, u3, u4, reg_lambda, gain)
+    u1, u2, u3, u4 = reg_lambda * z1, reg_lambda * z2, reg_lambda * z3, reg_lambda * z4
+    # 2 steps where they suffice for 1e-6 u1^2 of the objective (float32)
+    steps = 5 if m0.dtype == tl.float64 else tl.where(largest <= 0.35, 2, 3)
+    x1, x2, x3, x4 = solve_24(u1, u2, u3, u4, steps, BLOCKS_PER_LANE, PER_ACCESS)
     x0, x1, x2, x3 = unsort4(x1, x2, x3, x4, ab1, cd1, bc1, ab2, cd2, bc2)
-    inverse = 1 / unit
-    w0, w1 = tl.where(x0 < unit * m0, inverse * x0, m0), tl.where(x1 < unit * m1, inverse * x1, m1)
-    w2, w3 = tl.where(x2 < unit * m2, inverse * x2, m2), tl.where(x3 < unit * m3, inverse * x3, m3)
+    inverse = 1 / reg_lambda
+    w0, w1 = tl.where(x0 < reg_lambda * m0, inverse * x0, m0), tl.where(x1 < reg_lambda * m1, inverse * x1, m1)
+    w2, w3 = tl.where(x2 < reg_lambda * m2, inverse * x2, m2), tl.where(x3 < reg_lambda * m3, inverse * x3, m3)
     return w0, w1, w2, w3
 
 
 @triton.jit
-def shrink(m0, m1, m2, m3, reg_lambda, gain, largest, N: tl.constexpr, HALF: tl.constexpr, PER_ACCESS: tl.constexpr):
+def shrink(m0, m1, m2, m3, reg_lambda, largest, HALF: tl.constexpr, PER_ACCESS: tl.constexpr):
     """The exact prox of any magnitudes; a block with a NaN or an infinity does not change.
 
     Args:
@@ -388,10 +358,10 @@ def shrink(m0, m1, m2, m3, reg_lambda, gain, largest, N: tl.constexpr, HALF: tl.
         HALF: whether the result will be rounded to 16 bits.
         PER_ACCESS: the number of blocks of a lane that are neighbours in memory.
     """
-    if (N == 2) & (largest <= CONVEX_UP_TO):
+    if largest <= CONVEX_UP_TO:
         w0, w1, w2, w3 = descend_24(m0, m1, m2, m3, reg_lambda, largest, HALF)
     else:
-        w0, w1, w2, w3 = shrink_sorted(m0, m1, m2, m3, reg_lambda, gain, largest, N, PER_ACCESS)
+        w0, w1, w2, w3 = shrink_sorted(m0, m1, m2, m3, reg_lambda, largest, PER_ACCESS)
     finite = all_finite(m0, m1, m2, m3)
     w0, w1 = tl.where(finite, w0, m0), tl.where(finite, w1, m1)
     w2, w3 = tl.where(finite, w2, m2), tl.where(finite, w3, m3)

@@ -14,14 +14,12 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 PROGRAMS_IN_INTERPRETER = 2
 
 
-def registers_for(weight: torch.Tensor, scaled: bool) -> int:
+def registers_for(weight: torch.Tensor) -> int:
     """The most registers per thread for the prox: the smallest limit without spilling, so that more warps run at once.
 
-    With 128 registers, 16 warps run at once on a multiprocessor; with 168, 12 warps; with 255, 8 warps.
+    With 128 registers, 16 warps run at once on a multiprocessor; with 255, 8 warps.
     """
-    if weight.dtype == torch.float64:
-        return 255
-    return 168 if scaled else 128
+    return 255 if weight.dtype == torch.float64 else 128
 
 
 def programs_for(device: torch.device, pieces: int, registers: int) -> int:

@@ -1,4 +1,4 @@
-"""The prox of 2:4 and 1:4 blocks in place: one pass over memory, with every block solved in registers (block.py).
+"""The prox of 2:4 blocks in place: one pass over memory, with every block solved in registers (block.py).
 
 The conventions (unchanged bits, signs of zeros, ties) are those of `proxsparse.reference.prox_nm`.
 """
@@ -17,7 +17,6 @@ from .formats import (
     is_half,
     magnitude_bits,
     pack,
-    split4,
     unpack,
     with_signs_of,
     word_of,
@@ -36,7 +35,7 @@ BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
 NUM_WARPS = 1
 # The time of the interpreter depends on the number of programs and operations, not of blocks.
 BLOCKS_IN_INTERPRETER = 65536
-PATTERNS = ((1, 4), (2, 4), (4, 6), (6, 8), (8, 10))
+SIZES = (4, 6, 8, 10)  # m of the patterns (m-2):m
 # Weights per row of the table of a list. Long rows keep the table small; short rows waste less work at the end.
 WEIGHTS_PER_ROW = 2**18
 TRITON_DTYPE = {
@@ -48,47 +47,19 @@ TRITON_DTYPE = {
 
 
 @triton.jit
-def load_scale(scale_ptr, column, columns, BLOCKS: tl.constexpr, arithmetic: tl.constexpr):
-    """|c| of the four weights of every block from `column` on."""
-    index = column + tl.arange(0, 4 * BLOCKS)
-    scale = tl.load(scale_ptr + index, mask=index < columns, other=1.0).to(arithmetic)
-    return split4(tl.abs(scale), BLOCKS)
+def magnitudes(words, dtype: tl.constexpr, BLOCKS: tl.constexpr):
+    """|w| of every block."""
+    return unpack(words & magnitude_bits(dtype), dtype, BLOCKS)
 
 
 @triton.jit
-def magnitudes(words, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr):
-    """|c * w| of every block."""
-    m0, m1, m2, m3 = unpack(words & magnitude_bits(dtype), dtype, BLOCKS)
-    if scale_ptr is not None:
-        c0, c1, c2, c3 = load_scale(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
-        m0, m1, m2, m3 = m0 * c0, m1 * c1, m2 * c2, m3 * c3
-    return m0, m1, m2, m3
-
-
-@triton.jit
-def new_words(
-    old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """The words of the new weights, where |c * w| changed from v to w. Unchanged numbers keep their bits."""
-    if scale_ptr is not None:
-        m0, m1, m2, m3 = unpack(old & magnitude_bits(dtype), dtype, BLOCKS)
-        c0, c1, c2, c3 = load_scale(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
-        w0, w1 = tl.where(w0 < v0, w0 / c0, m0), tl.where(w1 < v1, w1 / c1, m1)
-        w2, w3 = tl.where(w2 < v2, w2 / c2, m2), tl.where(w3 < v3, w3 / c3, m3)
-    return with_signs_of(old, pack(w0, w1, w2, w3, dtype, BLOCKS), dtype)
-
-
-@triton.jit
-def prox_part(
-    words_ptr, words, start, scale_ptr, column, columns, reg_lambda, gain, largest,
-    N: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
+def prox_part(words_ptr, words, start, reg_lambda, largest, BLOCKS: tl.constexpr, dtype: tl.constexpr):
     """The prox of BLOCKS blocks; `largest` is lambda times the largest weight of the finite blocks, or more."""
     word = start + tl.arange(0, words_in(BLOCKS, dtype))
     old = tl.load(words_ptr + word, mask=word < words, other=0)
-    v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
-    w0, w1, w2, w3 = shrink(v0, v1, v2, v3, reg_lambda, gain, largest, N, is_half(dtype), 2 if is_half(dtype) else 1)
-    new = new_words(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
+    v0, v1, v2, v3 = magnitudes(old, dtype, BLOCKS)
+    w0, w1, w2, w3 = shrink(v0, v1, v2, v3, reg_lambda, largest, is_half(dtype), 2 if is_half(dtype) else 1)
+    new = with_signs_of(old, pack(w0, w1, w2, w3, dtype, BLOCKS), dtype)
     tl.store(words_ptr + word, new, mask=word < words)
 
 
@@ -101,16 +72,15 @@ def load_words(words_ptr, words, BLOCKS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def prox_piece(
-    old, words_ptr, words, scale_ptr, column, columns, reg_lambda, gain,
-    N: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr,
+    old, words_ptr, words, reg_lambda, BLOCKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
     """The prox of a piece, `old`, which has been loaded from words_ptr."""
     WORDS: tl.constexpr = words_in(BLOCKS, dtype)
-    v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
+    v0, v1, v2, v3 = magnitudes(old, dtype, BLOCKS)
     largest = reg_lambda * largest_of(v0, v1, v2, v3)
-    if (N == 2) & (largest <= CONVEX_UP_TO):
+    if largest <= CONVEX_UP_TO:
         w0, w1, w2, w3 = descend_24(v0, v1, v2, v3, reg_lambda, largest, is_half(dtype))
-        new = new_words(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
+        new = with_signs_of(old, pack(w0, w1, w2, w3, dtype, BLOCKS), dtype)
         word = tl.arange(0, WORDS)
         tl.store(words_ptr + word, new, mask=word < words)
     else:
@@ -118,105 +88,83 @@ def prox_piece(
             largest = reg_lambda * largest_finite(v0, v1, v2, v3)
         # In parts, which are loaded again from the cache: fewer blocks at once leave registers for more warps.
         for part in range(PARTS):
-            first, start = part * (WORDS // PARTS), column + part * (4 * BLOCKS // PARTS)
-            prox_part(
-                words_ptr, words, first, scale_ptr, start, columns, reg_lambda, gain, largest, N, BLOCKS // PARTS, dtype
-            )
+            prox_part(words_ptr, words, part * (WORDS // PARTS), reg_lambda, largest, BLOCKS // PARTS, dtype)
 
 
 @triton.jit
-def piece_of_weight(
-    piece, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS: tl.constexpr, dtype: tl.constexpr
-):  # fmt: skip
-    """(pointer to the first word of a piece, words from there to the end of its row, column); words <= 0: no piece."""
-    words = columns // (4 * BLOCKS // words_in(BLOCKS, dtype))  # per row
-    row_ptr = weight_ptr.to(tl.pointer_type(word_of(dtype)), bitcast=True)
-    if scale_ptr is not None:
-        row = piece // pieces
-        words = tl.where(piece < total, words, 0)
-        piece -= row * pieces
-        row_ptr += row.to(tl.int64) * words  # a weight may have more than 2^31 elements
-    start = piece.to(tl.int64) * words_in(BLOCKS, dtype)
+def piece_of_weight(piece, weight_ptr, size, BLOCKS: tl.constexpr, dtype: tl.constexpr):
+    """(pointer to the first word of a piece, words from there on); words <= 0: no piece."""
+    words = size // (4 * BLOCKS // words_in(BLOCKS, dtype))
+    start = piece.to(tl.int64) * words_in(BLOCKS, dtype)  # a weight may have more than 2^31 elements
     left = tl.minimum(words - start, words_in(BLOCKS, dtype)).to(tl.int32)
-    return row_ptr + start, left, piece * (4 * BLOCKS)
+    return weight_ptr.to(tl.pointer_type(word_of(dtype)), bitcast=True) + start, left
 
 
 # In both kernels, a program solves every num_programs-th piece. It loads the next piece before it solves the current
 # one, so that it does not wait for memory. Pieces do not overlap, so no load reads what a store has changed.
 
 
-@triton.jit(do_not_specialize=["pieces", "total"])
-def prox_n4_kernel(
-    weight_ptr,  # [numel], contiguous, 16-byte aligned; changed in place
-    scale_ptr,  # [columns] or None
-    columns,  # in_features; without a scale, the whole weight is one row
-    pieces,  # pieces per row, BLOCKS blocks each
-    total,  # pieces in all rows
+@triton.jit(do_not_specialize=["total"])
+def prox_24_kernel(
+    weight_ptr,  # [size], contiguous, 16-byte aligned; changed in place
+    size,
+    total,  # pieces, BLOCKS blocks each
     reg_lambda: tl.float64,  # > 0; without the annotation Triton would pass fp32
-    gain: tl.float64,  # 1 / (1 - lambda), or 0 if lambda >= 1; in fp64, because fp32 would round 0.99999999 to 1
-    N: tl.constexpr,  # weights kept of every 4: 1 or 2
     BLOCKS: tl.constexpr,  # blocks per piece
     PARTS: tl.constexpr,  # parts of a piece, if not all of its blocks are small
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    reg_lambda, gain = tl.full((), reg_lambda, arithmetic), tl.full((), gain, arithmetic)
+    reg_lambda = tl.full((), reg_lambda, arithmetic)
     first, programs = tl.program_id(0), tl.num_programs(0)
-    words_ptr, words, column = piece_of_weight(first, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS, dtype)
+    words_ptr, words = piece_of_weight(first, weight_ptr, size, BLOCKS, dtype)
     old = load_words(words_ptr, words, BLOCKS, dtype)
     for piece in range(first, total, programs):
-        next_ptr, next_words, next_column = piece_of_weight(
-            piece + programs, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS, dtype
-        )
+        next_ptr, next_words = piece_of_weight(piece + programs, weight_ptr, size, BLOCKS, dtype)
         following = load_words(next_ptr, next_words, BLOCKS, dtype)
-        prox_piece(old, words_ptr, words, scale_ptr, column, columns, reg_lambda, gain, N, BLOCKS, PARTS, dtype)
-        old, words_ptr, words, column = following, next_ptr, next_words, next_column
+        prox_piece(old, words_ptr, words, reg_lambda, BLOCKS, PARTS, dtype)
+        old, words_ptr, words = following, next_ptr, next_words
 
 
 @triton.jit
 def piece_of_table(piece, total, table_ptr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr):
-    """(pointer to the first word of a piece, words from there on, lambda, gain); words <= 0: no piece."""
+    """(pointer to the first word of a piece, words from there on, lambda); words <= 0: no piece."""
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    row_ptr, exists = table_ptr + piece // PIECES * 4, piece < total
+    row_ptr, exists = table_ptr + piece // PIECES * 3, piece < total
     words_ptr = tl.multiple_of(tl.load(row_ptr, mask=exists, other=0).to(tl.pointer_type(word_of(dtype))), 16)
     weights = tl.multiple_of(tl.load(row_ptr + 1, mask=exists, other=0).to(tl.int32), 16)
     reg_lambda = tl.load(row_ptr + 2, mask=exists, other=0).to(tl.float64, bitcast=True).to(arithmetic)
-    gain = tl.load(row_ptr + 3, mask=exists, other=0).to(tl.float64, bitcast=True).to(arithmetic)
     start = piece % PIECES * words_in(BLOCKS, dtype)
-    return words_ptr + start, weights // (4 * BLOCKS // words_in(BLOCKS, dtype)) - start, reg_lambda, gain
+    return words_ptr + start, weights // (4 * BLOCKS // words_in(BLOCKS, dtype)) - start, reg_lambda
 
 
 @triton.jit(do_not_specialize=["total"])
 def prox_list_kernel(
-    table_ptr,  # int64 [rows, 4]: address of the first weight, how many (a multiple of 16), bits of lambda and gain
+    table_ptr,  # int64 [rows, 3]: address of the first weight, how many (a multiple of 16), bits of lambda
     total,  # pieces in all rows
     PIECES: tl.constexpr,  # pieces per row, BLOCKS blocks each
-    N: tl.constexpr,
     BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
     dtype: tl.constexpr,  # of all weights
 ):
     first, programs = tl.program_id(0), tl.num_programs(0)
-    words_ptr, words, reg_lambda, gain = piece_of_table(first, total, table_ptr, PIECES, BLOCKS, dtype)
+    words_ptr, words, reg_lambda = piece_of_table(first, total, table_ptr, PIECES, BLOCKS, dtype)
     old = load_words(words_ptr, words, BLOCKS, dtype)
     for piece in range(first, total, programs):
-        next_ptr, next_words, next_lambda, next_gain = piece_of_table(
-            piece + programs, total, table_ptr, PIECES, BLOCKS, dtype
-        )
+        next_ptr, next_words, next_lambda = piece_of_table(piece + programs, total, table_ptr, PIECES, BLOCKS, dtype)
         following = load_words(next_ptr, next_words, BLOCKS, dtype)
         if words > 0:
-            prox_piece(old, words_ptr, words, None, 0, 0, reg_lambda, gain, N, BLOCKS, PARTS, dtype)
-        old, words_ptr, words, reg_lambda, gain = following, next_ptr, next_words, next_lambda, next_gain
+            prox_piece(old, words_ptr, words, reg_lambda, BLOCKS, PARTS, dtype)
+        old, words_ptr, words, reg_lambda = following, next_ptr, next_words, next_lambda
 
 
 # ---------------------------------------------------------------------------------------------- the launchers
 
 
-def check_weight(weight: torch.Tensor, n: int, m: int = 4) -> None:
-    """Raises ValueError if these kernels do not support the weight or the pattern."""
-    if (n, m) not in PATTERNS:
-        names = ", ".join(f"{n}:{m}" for n, m in PATTERNS)
-        raise ValueError(f"n={n}, m={m}: these kernels support {names}; use the reference backend for other patterns")
+def check_weight(weight: torch.Tensor, m: int = 4) -> None:
+    """Raises ValueError if these kernels do not support the weight or the pattern (m-2):m."""
+    if m not in SIZES:
+        raise ValueError(f"m={m}: these kernels support m in {SIZES}; use the reference backend for other patterns")
     multiple = 4 if m == 4 else 2
     if weight.ndim == 0 or weight.shape[-1] % multiple or not weight.is_contiguous():
         raise ValueError(
@@ -241,16 +189,11 @@ def rows_and_blocks(weight: torch.Tensor, scale: torch.Tensor | None, m: int, bl
     return columns, triton.cdiv(columns, m * blocks), blocks
 
 
-def gain_of(reg_lambda: float) -> float:
-    """1 / (1 - lambda) for 1:4, in fp64; 0 if lambda >= 1, where only the largest weight of a block remains."""
-    return 1 / (1 - reg_lambda) if reg_lambda < 1 else 0.0
-
-
-def blocks_per_program(weight: torch.Tensor, blocks: int, scaled: bool = False) -> int:
-    """Blocks per piece for a weight with `blocks` blocks per row: 2 KB of the weight, or of its scale in float32."""
+def blocks_per_program(weight: torch.Tensor, blocks: int) -> int:
+    """Blocks per piece for a weight with `blocks` blocks per row: 2 KB of the weight."""
     if INTERPRETED:
         return max(8, min(triton.next_power_of_2(blocks), BLOCKS_IN_INTERPRETER))
-    return BLOCKS_PER_PIECE // (max(weight.dtype.itemsize, 4 if scaled else 2) // 2)
+    return BLOCKS_PER_PIECE * 2 // weight.dtype.itemsize
 
 
 def parts_of_piece(blocks: int) -> int:
@@ -258,9 +201,9 @@ def parts_of_piece(blocks: int) -> int:
     return 4 if INTERPRETED else max(2, blocks // BLOCKS_PER_PART)
 
 
-def start(kernel, arguments: tuple, weight: torch.Tensor, scaled: bool, total: int, blocks: int, **constants) -> None:
+def start(kernel, arguments: tuple, weight: torch.Tensor, total: int, blocks: int, **constants) -> None:
     """Launches a kernel of this file for `total` pieces of `blocks` blocks of weights like `weight`."""
-    registers = registers_for(weight, scaled)
+    registers = registers_for(weight)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         kernel[(programs_for(weight.device, total, registers),)](
             *arguments,
@@ -272,63 +215,59 @@ def start(kernel, arguments: tuple, weight: torch.Tensor, scaled: bool, total: i
         )
 
 
-def prox_n4_(weight: torch.Tensor, reg_lambda: float, n: int, scale: torch.Tensor | None = None) -> None:
-    """W <- argmin_V 1/2 ||V - c * W||_F^2 + lambda * Reg_{n:4}(V), divided by c, in place; n is 1 or 2.
+def prox_24_(weight: torch.Tensor, reg_lambda: float) -> None:
+    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{2:4}(V), in place.
 
-    Reg_{n:4}(V) sums e_{n+1}(|v|) over the blocks of 4 (ProxSparse, equations 4 and 7); the minimiser is global.
+    Reg_{2:4}(V) sums e_3(|v|) over the blocks of 4 (ProxSparse, equations 4 and 7); the minimiser is global.
     Arithmetic is fp64 for float64 and fp32 otherwise, rounded once to the dtype of the weight.
 
     Args:
         weight: [..., in_features], contiguous; float32, bfloat16, float16 or float64; on a CUDA GPU, or on the CPU if
             the environment had TRITON_INTERPRET=1 when triton was imported. Changed in place. May be empty.
-        reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(n-1); 0 is the identity.
-        scale: c, [in_features], positive (only |c| counts), floating point, on the device of `weight`; None means 1.
+        reg_lambda: lambda_1 >= 0, in units of 1 / |w|; 0 is the identity.
     Raises:
-        ValueError: n is neither 1 nor 2, in_features is not a multiple of 4, or the weight is not contiguous.
+        ValueError: in_features is not a multiple of 4, or the weight is not contiguous.
     """
-    check_weight(weight, n)
+    check_weight(weight)
     if reg_lambda == 0 or weight.numel() == 0:
         return
     if weight.data_ptr() % 16:  # an unaligned view; the kernel loads 16 bytes at once
         aligned = weight.clone()
-        prox_n4_(aligned, reg_lambda, n, scale)
+        prox_24_(aligned, reg_lambda)
         weight.copy_(aligned)
         return
-    columns = weight.numel() if scale is None else weight.shape[-1]
-    blocks = blocks_per_program(weight, columns // 4, scale is not None)
-    pieces = triton.cdiv(columns, 4 * blocks)
-    total = weight.numel() // columns * pieces
-    scale = None if scale is None else scale.contiguous()
-    numbers = columns, pieces, total, float(reg_lambda), gain_of(reg_lambda)
-    start(prox_n4_kernel, (weight, scale, *numbers), weight, scale is not None, total, blocks, N=n)
+    size = weight.numel()
+    blocks = blocks_per_program(weight, size // 4)
+    total = triton.cdiv(size, 4 * blocks)
+    start(prox_24_kernel, (weight, size, total, float(reg_lambda)), weight, total, blocks)
 
 
-def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float], n: int) -> None:
-    """`prox_n4_` for each weight with its own lambda, in one launch, in place.
+def prox_list_24_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float]) -> None:
+    """`prox_24_` for each weight with its own lambda, in one launch, in place.
 
-    The kernel reads a table of addresses, sizes and lambdas (32 bytes for 2^18 weights: 0.8 MB for 6.5 billion), which
+    The kernel reads a table of addresses, sizes and lambdas (24 bytes for 2^18 weights: 0.6 MB for 6.5 billion), which
     is copied from pinned memory without waiting for the GPU and reused until one of its entries changes. A weight
     whose size or address is not a multiple of 16 is solved in a separate launch.
 
     Args:
-        weights: as for `prox_n4_`, all of one dtype and on one device; they must not overlap.
+        weights: as for `prox_24_`, all of one dtype and on one device; they must not overlap.
         reg_lambdas: one for each weight.
     Raises:
-        ValueError: as `prox_n4_`, or the weights differ in dtype or device.
+        ValueError: as `prox_24_`, or the weights differ in dtype or device.
         RuntimeError: a CUDA graph is being captured; its replays would read a table that is freed after a while.
     """
     if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prox_nm_list_ cannot be captured in a CUDA graph; capture prox_nm_ for each weight")
     entries = []
     for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
-        check_weight(weight, n)
+        check_weight(weight)
         if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
             raise ValueError(
                 f"a {weight.dtype} weight on {weight.device} in a list of {weights[0].dtype} on {weights[0].device}: "
                 "one launch supports one dtype and one device; use several lists"
             )
         if weight.numel() % 16 or weight.data_ptr() % 16:
-            prox_n4_(weight, reg_lambda, n)
+            prox_24_(weight, reg_lambda)
         elif reg_lambda != 0 and weight.numel() != 0:
             entries.append((weight.data_ptr(), weight.numel(), float(reg_lambda)))
     if not entries:
@@ -339,13 +278,13 @@ def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float],
     blocks = blocks_per_program(weights[0], WEIGHTS_PER_ROW // 4)
     pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * blocks)
     total = len(table) * pieces
-    constants = {"PIECES": pieces, "N": n, "dtype": TRITON_DTYPE[dtype]}
-    start(prox_list_kernel, (table, total), weights[0], False, total, blocks, **constants)
+    constants = {"PIECES": pieces, "dtype": TRITON_DTYPE[dtype]}
+    start(prox_list_kernel, (table, total), weights[0], total, blocks, **constants)
 
 
 @functools.lru_cache(maxsize=8)
 def table_of(entries: tuple, itemsize: int, device: torch.device, stream: torch.Stream | None) -> torch.Tensor:
-    """The table of prox_list_kernel, int64 [rows, 4]: WEIGHTS_PER_ROW weights of a tensor per row, fewer in its last.
+    """The table of prox_list_kernel, int64 [rows, 3]: WEIGHTS_PER_ROW weights of a tensor per row, fewer in its last.
 
     Args:
         entries: (address, number of weights, lambda) for each weight.
@@ -354,7 +293,6 @@ def table_of(entries: tuple, itemsize: int, device: torch.device, stream: torch.
     """
     addresses, sizes, reg_lambdas = zip(*entries, strict=True)
     addresses, sizes = torch.tensor(addresses), torch.tensor(sizes)
-    gains = torch.tensor([gain_of(reg_lambda) for reg_lambda in reg_lambdas], dtype=torch.float64)
     reg_lambdas = torch.tensor(reg_lambdas, dtype=torch.float64)
     rows = (sizes + WEIGHTS_PER_ROW - 1) // WEIGHTS_PER_ROW
     entry = torch.repeat_interleave(torch.arange(len(entries)), rows)
@@ -363,7 +301,6 @@ def table_of(entries: tuple, itemsize: int, device: torch.device, stream: torch.
         addresses[entry] + first * itemsize,
         (sizes[entry] - first).clamp_max(WEIGHTS_PER_ROW),
         reg_lambdas[entry].view(torch.int64),
-        gains[entry].view(torch.int64),
     )
     table = torch.stack(columns, dim=1)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -14,7 +14,6 @@ from .wide_block import prox_wide
 @triton.jit(do_not_specialize=["columns"])
 def prox_wide_kernel(
     weight_ptr,  # [numel], contiguous; changed in place
-    scale_ptr,  # [columns] or None
     columns,  # in_features
     pieces,  # programs per row
     unit: tl.float64,  # lambda^(1 / (M - 3)); without the annotation Triton would pass fp32
@@ -23,23 +22,20 @@ def prox_wide_kernel(
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    index, column, inside = weights_of_piece(tl.program_id(0), columns, pieces, scale_ptr is not None, BLOCKS, M)
+    index, _, inside = weights_of_piece(tl.program_id(0), columns, pieces, False, BLOCKS, M)
     old = tl.load(weight_ptr + index, mask=inside, other=0.0)
-    w, c = widened(old, arithmetic), None
-    if scale_ptr is not None:
-        c = tl.load(scale_ptr + column, mask=inside, other=1.0).to(arithmetic)
-    new = prox_wide(w, c, tl.full((), unit, arithmetic), M, BLOCKS, is_half(dtype))
+    w = widened(old, arithmetic)
+    new = prox_wide(w, None, tl.full((), unit, arithmetic), M, BLOCKS, is_half(dtype))
     tl.store(weight_ptr + index, round_to_nearest(new, dtype), mask=inside & (new != w))
 
 
-def prox_wide_(weight: torch.Tensor, reg_lambda: float, m: int, scale: torch.Tensor | None = None) -> None:
-    """`prox_n4_` for blocks of m = 6, 8 or 10, of which m - 2 weights are kept; a row may end in a remainder."""
-    check_weight(weight, m - 2, m)
+def prox_wide_(weight: torch.Tensor, reg_lambda: float, m: int) -> None:
+    """`prox_24_` for blocks of m = 6, 8 or 10, of which m - 2 weights are kept; a row may end in a remainder."""
+    check_weight(weight, m)
     if reg_lambda == 0 or weight.numel() == 0:
         return
-    columns, pieces, blocks = rows_and_blocks(weight, scale, m, BLOCKS_PER_PART)
-    scale = None if scale is None else scale.contiguous()
+    columns, pieces, blocks = rows_and_blocks(weight, None, m, BLOCKS_PER_PART)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         prox_wide_kernel[(weight.numel() // columns * pieces,)](
-            weight, scale, columns, pieces, unit_of(reg_lambda, m), M=m, BLOCKS=blocks, num_warps=NUM_WARPS
+            weight, columns, pieces, unit_of(reg_lambda, m), M=m, BLOCKS=blocks, num_warps=NUM_WARPS
         )

@@ -9,13 +9,11 @@ namespace proxsparse {
 constexpr int64_t kChunksPerTask = 8;  // about 10 us of work: a few times the cost of waking a thread
 
 void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,
-                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& pretrained,
-                 const OptionalTensor& scale, int64_t step, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, double reg_lambda, int64_t n, int64_t m, double frozen_lambda, double frozen_eps,
+                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& scale, int64_t step,
+                 double lr, double beta1, double beta2, double eps, double weight_decay, double reg_lambda, int64_t m,
                  std::optional<int64_t> seed) {
-  const AdamWProxCall call =
-      checked_adamw_prox(at::kCPU, weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, step, lr, beta1, beta2,
-                         eps, weight_decay, reg_lambda, n, frozen_lambda, frozen_eps, seed, m);
+  const AdamWProxCall call = checked_adamw_prox(at::kCPU, weight, grad, exp_avg, exp_avg_sq, master, scale, step, lr,
+                                                beta1, beta2, eps, weight_decay, reg_lambda, seed, m);
   const auto step_chunks =
       (call.moments_bfloat16 ? kernels().adamw_prox_bfloat16_moments : kernels().adamw_prox)[call.dtype];
   const bool by_rows = reg_lambda > 0 && m > 4;

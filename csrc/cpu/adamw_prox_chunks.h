@@ -14,7 +14,7 @@ inline namespace PROXSPARSE_ISA {
 template <typename Format, typename Moment>
 struct ChunkPointers {
   typename Format::Storage* weight;
-  const typename Format::Storage *grad, *pretrained;
+  const typename Format::Storage* grad;
   typename Moment::Storage *exp_avg, *exp_avg_sq;
   float* master;
 };
@@ -49,7 +49,7 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPo
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
   const AdamW<T> adamw(call);
-  const ProxParams<T> params(call.reg_lambda, call.n);
+  const ProxParams<T> params(call.reg_lambda);
   const bool stochastic = call.stochastic;
   BlockVectors<T> stepped;
   alignas(64) T numbers[kChunkWeights];  // the same weights in their order, for a prox with m > 4
@@ -64,10 +64,6 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPo
       if constexpr (std::is_same_v<T, float>) w = load_stored<Float32, N>(chunk.master + offset);
     }
     Block<V> g = each(numbers, load_stored<Format, N>(chunk.grad + offset));
-    if (chunk.pretrained != nullptr) {
-      const Block<V> w0 = each(numbers, load_stored<Format, N>(chunk.pretrained + offset));
-      g = each([&](V g, V w, V w0) { return g + adamw.frozen_gradient(w, w0); }, g, w, w0);
-    }
     if (scale != nullptr) {
       const auto inverse = [](V c) { return V(1) / magnitude(c); };
       const Block<V> inverse_scale = each(inverse, load_stored<Native<T>, N>(scale + offset));
@@ -132,7 +128,7 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPo
     };
     write(b, each(result, stepped.template load<V>(b), u, x, units<V>(params, scale, b).inverse));
   };
-  solve_chunk<Native<T>>(params, load, replace, finish);
+  solve_chunk<Native<T>>(load, replace, finish);
 }
 
 // A copy of the last, incomplete chunk of a tensor, padded with zeros.
@@ -173,20 +169,19 @@ void adamw_prox_chunks(const AdamWProxCall& call, int64_t begin, int64_t end) {
     }
     auto* weight = from(static_cast<Storage*>(call.weight), first);
     auto* grad = from(static_cast<Storage*>(const_cast<void*>(call.grad)), first);
-    auto* pretrained = from(static_cast<Storage*>(const_cast<void*>(call.pretrained)), first);
     auto* exp_avg = from(static_cast<MomentStorage*>(call.exp_avg), first);
     auto* exp_avg_sq = from(static_cast<MomentStorage*>(call.exp_avg_sq), first);
     auto* master = from(static_cast<float*>(call.master), first);
     if (count % whole == 0) {
-      const ChunkPointers<Format, Moment> pointers{weight, grad, pretrained, exp_avg, exp_avg_sq, master};
+      const ChunkPointers<Format, Moment> pointers{weight, grad, exp_avg, exp_avg_sq, master};
       adamw_prox_chunk(call, pointers, scale, first, count);
       continue;
     }
-    Padded<Storage> weights(weight, count), grads(grad, count), pretraineds(pretrained, count);
+    Padded<Storage> weights(weight, count), grads(grad, count);
     Padded<MomentStorage> exp_avgs(exp_avg, count), exp_avg_sqs(exp_avg_sq, count);
     Padded<float> masters(master, count);
-    const ChunkPointers<Format, Moment> padded{weights.get(),  grads.get(),       pretraineds.get(),
-                                               exp_avgs.get(), exp_avg_sqs.get(), masters.get()};
+    const ChunkPointers<Format, Moment> padded{weights.get(), grads.get(), exp_avgs.get(), exp_avg_sqs.get(),
+                                               masters.get()};
     adamw_prox_chunk(call, padded, scale, first, (count + whole - 1) / whole * whole);
     weights.copy_back();
     exp_avgs.copy_back();

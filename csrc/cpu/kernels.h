@@ -19,7 +19,7 @@ struct MaskCall {
   const void* score;
   bool* mask;
   int64_t in_features;
-  int n, m;
+  int m;
 };
 
 struct SparseLinearCall {

@@ -1,4 +1,4 @@
-// The n largest of every four scores, and the weight under the mask of a score.
+// The two largest of every four scores, and the weight under the mask of a score.
 #pragma once
 
 #include "../block_ranks.h"
@@ -16,7 +16,7 @@ void mask_blocks(const MaskCall& call, int64_t begin, int64_t end) {
   using T = typename Format::Arithmetic;
   const auto* score = static_cast<const typename Format::Storage*>(call.score);
   bool* mask = call.mask;
-  const T first_dropped = T(call.n) - T(0.5);
+  const T first_dropped(1.5);
 #pragma omp simd
   for (int64_t b = begin; b < end; ++b) {
     const Ranks<T> rank = rank_scores<T>({Format::load(score[4 * b]), Format::load(score[4 * b + 1]),
@@ -31,11 +31,11 @@ void mask_blocks(const MaskCall& call, int64_t begin, int64_t end) {
 // W0 under the mask of one whole chunk; `scale` holds the scale of each of its weights, or is null.
 template <typename Format, typename Pretrained, typename T = typename Format::Arithmetic>
 PROXSPARSE_INLINE void masked_weight_chunk(const typename Format::Storage* weight,
-                                           const typename Pretrained::Storage* pretrained, const T* scale, int n,
+                                           const typename Pretrained::Storage* pretrained, const T* scale,
                                            typename Pretrained::Storage* out) {
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
-  const V first_dropped(T(n) - T(0.5));
+  const V first_dropped(T(1.5));
   for (int b = 0; b < kChunk; b += N) {
     const auto stored = load_stored<Pretrained, N>(pretrained + 4 * b);
     Block<V> score = each([](auto stored) { return decoded<Format>(stored); }, load_stored<Format, N>(weight + 4 * b));
@@ -67,13 +67,13 @@ void masked_weight_chunks(const MaskedWeightCall& call, int64_t begin, int64_t e
     auto* out = static_cast<PretrainedStorage*>(call.out) + first;
     if (scale != nullptr) load_scale(call.scale, call.in_features, first, scale_of_chunk);
     if (count == kChunkWeights) {
-      masked_weight_chunk<Format, Pretrained>(weight, pretrained, scale, call.n, out);
+      masked_weight_chunk<Format, Pretrained>(weight, pretrained, scale, out);
     } else {
       Storage padded[kChunkWeights] = {};
       PretrainedStorage padded_pretrained[kChunkWeights] = {};
       std::memcpy(padded, weight, count * sizeof(Storage));
       std::memcpy(padded_pretrained, pretrained, count * sizeof(PretrainedStorage));
-      masked_weight_chunk<Format, Pretrained>(padded, padded_pretrained, scale, call.n, padded_pretrained);
+      masked_weight_chunk<Format, Pretrained>(padded, padded_pretrained, scale, padded_pretrained);
       std::memcpy(out, padded_pretrained, count * sizeof(PretrainedStorage));
     }
   }

@@ -1,12 +1,13 @@
-// n:4 weights to the packed format and back on the CPU: checks and threads.
+// 2:4 weights to the packed format and back on the CPU: packing without vector code, because a weight is packed once
+// (unpack_rows.h unpacks it), checks and threads.
 #include <ATen/Parallel.h>
 
 #include <atomic>
-#include <type_traits>
+#include <bit>
 
 #include "../ops.h"
+#include "../packed_places.h"
 #include "kernels.h"
-#include "pack_rows.h"
 
 namespace proxsparse {
 namespace {
@@ -20,25 +21,55 @@ void parallel_rows(const PackCall& call, int64_t weights_per_task, F f) {
   at::parallel_for(0, call.rows, weights_per_task / (call.in_features + 1) + 1, f);
 }
 
-// f(bits, n): an unsigned number as wide as the dtype, and n as a compile-time constant.
-template <typename F>
-auto dispatch(Dtype dtype, int64_t n, F f) {
-  const auto with_bits = [&](auto bits) {
-    if (n == 1) return f(bits, std::integral_constant<int, 1>{});
-    if (n == 2) return f(bits, std::integral_constant<int, 2>{});
-    return f(bits, std::integral_constant<int, 3>{});
-  };
-  if (dtype == kFloat64) return with_bits(uint64_t{});
-  if (dtype == kFloat32) return with_bits(uint32_t{});
-  return with_bits(uint16_t{});
+constexpr uint8_t kInfeasible = 0xff;
+
+// kept_places of a block whose nonzeros are the low nibble and whose -0.0 are the high nibble; kInfeasible if it has
+// more than two nonzeros.
+struct PlacesOfBlock {
+  uint8_t of[256];
+};
+constexpr PlacesOfBlock kPlacesOfBlock = [] {
+  PlacesOfBlock places{};
+  for (uint32_t block = 0; block < 256; ++block) {
+    const uint32_t nonzero = block & 15, negative_zero = block >> 4;
+    places.of[block] = std::popcount(nonzero) > 2 ? kInfeasible : kept_places(nonzero, negative_zero & ~nonzero);
+  }
+  return places;
+}();
+
+// Rows `begin` to `end`; false if a block has more than two nonzeros. The numbers are bit patterns.
+template <typename Storage>
+bool pack_rows(const PackCall& call, int64_t begin, int64_t end) {
+  constexpr Storage kNegativeZero = Storage(Storage{1} << (8 * sizeof(Storage) - 1));
+  const int64_t blocks = call.in_features / 4, row_bytes = (blocks + 1) / 2;
+  bool feasible = true;
+  for (int64_t row = begin; row < end; ++row) {
+    const auto* weight = static_cast<const Storage*>(call.weight) + row * 4 * blocks;
+    auto* values = static_cast<Storage*>(call.values) + row * 2 * blocks;
+    uint8_t* indices = call.indices + row * row_bytes;
+    for (int64_t block = 0; block < blocks; ++block, weight += 4, values += 2) {
+      unsigned kinds = 0;
+      for (int i = 0; i < 4; ++i) {
+        kinds |= unsigned{Storage(weight[i] << 1) != 0} << i | unsigned{weight[i] == kNegativeZero} << (4 + i);
+      }
+      const unsigned places = kPlacesOfBlock.of[kinds];
+      feasible &= places != kInfeasible;
+      values[0] = weight[places & 3];
+      values[1] = weight[places >> 2 & 3];
+      indices[block / 2] = block % 2 == 0 ? places & 15 : indices[block / 2] | (places & 15) << 4;
+    }
+  }
+  return feasible;
 }
 
 }  // namespace
 
-bool pack_n4(const at::Tensor& weight, int64_t n, const at::Tensor& values, const at::Tensor& indices) {
-  const PackCall call = checked_pack(at::kCPU, weight, n, values, indices);
-  const auto pack = dispatch(dtype_of(weight, "weight"), n,
-                             [](auto bits, auto n) { return &pack_rows<decltype(bits), decltype(n)::value>; });
+bool pack_24(const at::Tensor& weight, const at::Tensor& values, const at::Tensor& indices) {
+  const PackCall call = checked_pack(at::kCPU, weight, values, indices);
+  const Dtype dtype = dtype_of(weight, "weight");
+  const auto pack = dtype == kFloat64   ? pack_rows<uint64_t>
+                    : dtype == kFloat32 ? pack_rows<uint32_t>
+                                        : pack_rows<uint16_t>;
   std::atomic<bool> feasible{true};
   parallel_rows(call, kPackedPerTask, [&](int64_t begin, int64_t end) {
     if (!pack(call, begin, end)) feasible = false;
@@ -46,12 +77,9 @@ bool pack_n4(const at::Tensor& weight, int64_t n, const at::Tensor& values, cons
   return feasible;
 }
 
-void unpack_n4(const at::Tensor& values, const at::Tensor& indices, int64_t n, const at::Tensor& weight) {
-  const PackCall call = checked_pack(at::kCPU, weight, n, values, indices);
-  const Dtype dtype = dtype_of(weight, "weight");
-  const auto unpack_any =
-      dispatch(dtype, n, [](auto bits, auto n) { return &unpack_rows<decltype(bits), decltype(n)::value>; });
-  const auto unpack = n == 2 ? kernels().unpack_24[dtype] : unpack_any;
+void unpack_24(const at::Tensor& values, const at::Tensor& indices, const at::Tensor& weight) {
+  const PackCall call = checked_pack(at::kCPU, weight, values, indices);
+  const auto unpack = kernels().unpack_24[dtype_of(weight, "weight")];
   parallel_rows(call, kUnpackedPerTask, [&](int64_t begin, int64_t end) { unpack(call, begin, end); });
 }
 

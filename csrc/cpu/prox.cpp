@@ -1,4 +1,4 @@
-// The prox of N:M blocks on the CPU: checks and threads.
+// The prox of (m-2):m blocks on the CPU: checks and threads.
 #include <ATen/Parallel.h>
 
 #include "../ops.h"
@@ -8,8 +8,8 @@ namespace proxsparse {
 
 constexpr int64_t kChunksPerTask = 32;  // 10 to 60 us of work: a few times the cost of waking a thread
 
-void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t n, int64_t m, const OptionalTensor& scale) {
-  const ProxCall call = checked_prox(at::kCPU, weight, reg_lambda, n, scale, m);
+void prox_nm_(const at::Tensor& weight, double reg_lambda, int64_t m) {
+  const ProxCall call = checked_prox(at::kCPU, weight, reg_lambda, m);
   if (reg_lambda == 0) return;
   const auto prox_chunks = kernels().prox[call.dtype];
   at::parallel_for(0, m == 4 ? chunks(call.numel) : rows(call.numel, call.in_features),

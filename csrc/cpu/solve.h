@@ -40,7 +40,7 @@ PROXSPARSE_INLINE void load_scale(const void* scale, int64_t in_features, int64_
   }
 }
 
-// The factors between |w| and u, for N blocks: u = unit * |w|, unit = lambda |c| for 2:4 and |c| for 1:4.
+// The factors between |w| and u, for N blocks: u = unit * |w|, unit = lambda |c|.
 template <typename V>
 struct Units {
   Block<V> unit, inverse;
@@ -48,7 +48,7 @@ struct Units {
 
 template <typename V, typename T>
 PROXSPARSE_INLINE Units<V> units(const ProxParams<T>& params, const T* scale, int b) {
-  const V unit(params.n == 2 ? params.lambda : T(1)), inverse(params.n == 2 ? params.inverse_lambda : T(1));
+  const V unit(params.lambda), inverse(params.inverse_lambda);
   if (scale == nullptr) return {{unit, unit, unit, unit}, {inverse, inverse, inverse, inverse}};
   const Block<V> scaled =
       each([=](V c) { return magnitude(c) * unit; }, load_stored<Native<T>, sizeof(V) / sizeof(T)>(scale + 4 * b));
@@ -124,7 +124,7 @@ void solve_pending(Queue<T>& pending) {
 
 // x <- the prox of u in the groups whose bit is set in `waiting`.
 template <typename T>
-void solve_waiting(const ProxParams<T>& params, uint64_t waiting, const BlockVectors<T>& u, BlockVectors<T>& x) {
+void solve_waiting(uint64_t waiting, const BlockVectors<T>& u, BlockVectors<T>& x) {
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
   const V zero(0);
@@ -134,15 +134,9 @@ void solve_waiting(const ProxParams<T>& params, uint64_t waiting, const BlockVec
     if ((waiting >> b / (kGroup * N) & 1) == 0) continue;
     const Block<V> block = u.template load<V>(b);
     const Sorted<V> sorted = sort_descending(block);
-    if (params.n == 1) {
-      const Block<V> largest{sorted.block.w1, zero, zero, zero};
-      const bool one_remains = params.gain == 0;
-      x.store(b, unsort(sorted, one_remains ? largest : solve_14(sorted.block, V(params.lambda), V(params.gain))));
-    } else {
-      x.store(b, unsort(sorted, Block<V>{sorted.block.w1, sorted.block.w2, zero, zero}));
-      pending_bits[b / N] = lane_bits((!two_sparse_24(sorted.block)).lanes);
-      pending.append(block, pending_bits[b / N]);
-    }
+    x.store(b, unsort(sorted, Block<V>{sorted.block.w1, sorted.block.w2, zero, zero}));
+    pending_bits[b / N] = lane_bits((!two_sparse_24(sorted.block)).lanes);
+    pending.append(block, pending_bits[b / N]);
   }
   if (pending.length == 0) return;
   solve_pending(pending);
@@ -163,7 +157,7 @@ PROXSPARSE_INLINE V apply_magnitude(V w, V u, V x, V inverse_unit) {
 
 // Replaces u in the blocks from b on where it is not finite. number(b, i) is the weight times the scale. If a number of
 // the block is not finite, u becomes 0: the block keeps its weights. Otherwise only u overflowed; such numbers are so
-// large that the n largest are kept, and small integers in the same order replace u.
+// large that the two largest are kept, and small integers in the same order replace u.
 template <typename Number, typename T>
 void replace_nonfinite(Number number, int b, int count, BlockVectors<T>& u) {
   for (const int end = b + count; b < end; ++b) {
@@ -190,8 +184,8 @@ void replace_nonfinite(Number number, int b, int count, BlockVectors<T>& u) {
 //   replace_nonfinite(b, count, u)  makes u finite in the blocks from b on
 //   finish(b, u, x)                 takes the result; called once for each b, in any order
 // The most frequent solver, coordinate descent, needs no memory.
-template <typename Format, typename T, typename Load, typename Replace, typename Finish>
-PROXSPARSE_INLINE void solve_chunk(const ProxParams<T>& params, Load load, Replace replace_nonfinite, Finish finish) {
+template <typename Format, typename T = typename Format::Arithmetic, typename Load, typename Replace, typename Finish>
+PROXSPARSE_INLINE void solve_chunk(Load load, Replace replace_nonfinite, Finish finish) {
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
   BlockVectors<T> u;
@@ -215,7 +209,7 @@ PROXSPARSE_INLINE void solve_chunk(const ProxParams<T>& params, Load load, Repla
       }
       largest = maximum.largest_of_all();
     }
-    if (params.n == 2 && largest <= T(kConvexUpTo)) {
+    if (largest <= T(kConvexUpTo)) {
       Block<V> x[kGroup];
       for (int i = 0; i < kGroup; ++i) x[i] = start[i];
       for (int sweep = sweeps_needed<Format::kSweepsNeeded>(largest); sweep > 0; --sweep) {
@@ -229,7 +223,7 @@ PROXSPARSE_INLINE void solve_chunk(const ProxParams<T>& params, Load load, Repla
   }
   if (waiting == 0) return;
   BlockVectors<T> x;
-  solve_waiting(params, waiting, u, x);
+  solve_waiting(waiting, u, x);
   for (int b = 0; b < kChunk; b += N) {
     if (waiting >> b / (kGroup * N) & 1) finish(b, u.template load<V>(b), x.template load<V>(b));
   }

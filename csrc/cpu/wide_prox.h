@@ -265,20 +265,18 @@ void wide_prox_rows(const ProxCall& call, int64_t begin, int64_t end) {
   using T = typename Format::Arithmetic;
   constexpr int64_t kPiece = m * kLanes<T>;
   const WideParams<T> params(call.reg_lambda, m);
-  const T* scale = static_cast<const T*>(call.scale);
+  const T* const no_scale = nullptr;
   for (int64_t row = begin; row < end; ++row) {
     auto* weight = static_cast<typename Format::Storage*>(call.weight) + row * call.in_features;
     int64_t first = 0;
     for (; first + kPiece <= call.in_features; first += kPiece) {
-      prox_wide<Format, m>(weight + first, scale == nullptr ? nullptr : scale + first, params);
+      prox_wide<Format, m>(weight + first, no_scale, params);
     }
     const int64_t left = call.in_features - first;
     if (left == 0) continue;
     typename Format::Storage padded[kPiece] = {};
-    T padded_scale[kPiece];
     std::memcpy(padded, weight + first, left * sizeof(*weight));
-    for (int64_t i = 0; scale != nullptr && i < kPiece; ++i) padded_scale[i] = i < left ? scale[first + i] : T(1);
-    prox_wide<Format, m>(padded, scale == nullptr ? nullptr : padded_scale, params);
+    prox_wide<Format, m>(padded, no_scale, params);
     std::memcpy(weight + first, padded, left * sizeof(*weight));
   }
 }

@@ -1,4 +1,4 @@
-// A step of AdamW, the gradient of the frozen-weight term, the scale and the prox, in one pass over memory.
+// A step of AdamW, the scale and the prox, in one pass over memory.
 #include <algorithm>
 #include <iterator>
 
@@ -16,9 +16,8 @@ struct AdamWArguments {
   typename Weight::Storage* weight;
   const typename Weight::Storage* grad;
   typename Moment::Storage *exp_avg, *exp_avg_sq;
-  T* master;                                   // or null
-  const typename Weight::Storage* pretrained;  // or null
-  const T* scale;                              // or null
+  T* master;       // or null
+  const T* scale;  // or null
   int64_t size, in_features;
   AdamW<T> adamw;
   ProxParams<T> params;
@@ -29,7 +28,7 @@ struct AdamWArguments {
 // The numbers that a lane reads of every tensor, as they are stored.
 template <typename Weight, typename Moment, int kPiece>
 struct LaneNumbers {
-  Piece<typename Weight::Storage, kPiece> weight, grad, pretrained;
+  Piece<typename Weight::Storage, kPiece> weight, grad;
   Piece<typename Weight::Arithmetic, kPiece> master;
   Piece<typename Moment::Storage, kPiece> exp_avg, exp_avg_sq;
 };
@@ -41,7 +40,6 @@ __device__ void read(const AdamWArguments<Weight, Moment>& call, WarpRange range
   load_piece(call.grad, range, numbers.grad);
   load_piece<typename Moment::Storage>(call.exp_avg, range, numbers.exp_avg);
   load_piece<typename Moment::Storage>(call.exp_avg_sq, range, numbers.exp_avg_sq);
-  if (call.pretrained) load_piece(call.pretrained, range, numbers.pretrained);
   if (call.master) {
     load_piece<typename Weight::Arithmetic>(call.master, range, numbers.master);
   } else {
@@ -107,12 +105,6 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(typename Weight::Arithm
   } else {
     unpack(Weight(), numbers.weight, w);
   }
-  if (call.pretrained) {
-    T pretrained[kPiece];
-    unpack(Weight(), numbers.pretrained, pretrained);
-    PROXSPARSE_UNROLL
-    for (int i = 0; i < kPiece; ++i) grad[i] += call.adamw.frozen_gradient(w[i], pretrained[i]);
-  }
   PROXSPARSE_UNROLL
   for (int i = 0; i < kPiece; ++i) {  // the step of v = c * w, whose gradient is g / c
     const T inverse = call.scale ? 1 / c[i] : 1;
@@ -154,7 +146,7 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
   using T = typename Weight::Arithmetic;
   using WeightStorage = typename Weight::Storage;
   using MomentStorage = typename Moment::Storage;
-  const void* tensors[] = {call.weight, call.grad, call.exp_avg, call.exp_avg_sq, call.master, call.pretrained};
+  const void* tensors[] = {call.weight, call.grad, call.exp_avg, call.exp_avg_sq, call.master};
   const auto is_aligned = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor) % 16 == 0; };
   const AdamWArguments<Weight, Moment> arguments{
       .weight = static_cast<WeightStorage*>(call.weight),
@@ -162,12 +154,11 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
       .exp_avg = static_cast<MomentStorage*>(call.exp_avg),
       .exp_avg_sq = static_cast<MomentStorage*>(call.exp_avg_sq),
       .master = static_cast<T*>(call.master),
-      .pretrained = static_cast<const WeightStorage*>(call.pretrained),
       .scale = static_cast<const T*>(call.scale),
       .size = call.numel,
       .in_features = call.in_features,
       .adamw = AdamW<T>(call),
-      .params = ProxParams<T>(call.reg_lambda, call.n),
+      .params = ProxParams<T>(call.reg_lambda),
       .prox = call.reg_lambda > 0,
       .stochastic = call.stochastic,
       .aligned = std::all_of(std::begin(tensors), std::end(tensors), is_aligned),

@@ -12,30 +12,28 @@ namespace {
 
 void check(cudaError_t status) { TORCH_CHECK(status == cudaSuccess, "CUDA: ", cudaGetErrorString(status)); }
 
-// prox_n4_ in csrc/ops.h, on the GPU; `stream` is a cudaStream_t.
-void prox_n4_(const at::Tensor& weight, double reg_lambda, int64_t n, const OptionalTensor& scale, int64_t stream) {
-  const ProxCall call = checked_prox(at::kCUDA, weight, reg_lambda, n, scale);
+// prox_nm_ in csrc/ops.h for 2:4, on the GPU; `stream` is a cudaStream_t.
+void prox_24_(const at::Tensor& weight, double reg_lambda, int64_t stream) {
+  const ProxCall call = checked_prox(at::kCUDA, weight, reg_lambda);
   if (reg_lambda == 0 || call.numel == 0) return;
   check(launch_prox(call, reinterpret_cast<cudaStream_t>(stream)));
 }
 
-// adamw_prox_ in csrc/ops.h, on the GPU.
+// adamw_prox_ in csrc/ops.h for 2:4, on the GPU.
 void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,
-                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& pretrained,
-                 const OptionalTensor& scale, int64_t step, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, double reg_lambda, int64_t n, double frozen_lambda, double frozen_eps,
+                 const at::Tensor& exp_avg_sq, const OptionalTensor& master, const OptionalTensor& scale, int64_t step,
+                 double lr, double beta1, double beta2, double eps, double weight_decay, double reg_lambda,
                  std::optional<int64_t> seed, int64_t stream) {
-  const AdamWProxCall call =
-      checked_adamw_prox(at::kCUDA, weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, step, lr, beta1,
-                         beta2, eps, weight_decay, reg_lambda, n, frozen_lambda, frozen_eps, seed);
+  const AdamWProxCall call = checked_adamw_prox(at::kCUDA, weight, grad, exp_avg, exp_avg_sq, master, scale, step, lr,
+                                                beta1, beta2, eps, weight_decay, reg_lambda, seed);
   if (call.numel == 0) return;
   check(launch_adamw_prox(call, reinterpret_cast<cudaStream_t>(stream)));
 }
 
-// masked_weight_n4_ in csrc/ops.h, on the GPU.
-void masked_weight_n4_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
-                       const OptionalTensor& scale, int64_t n, int64_t stream) {
-  const MaskedWeightCall call = checked_masked_weight(at::kCUDA, out, weight, pretrained, scale, n);
+// masked_weight_nm_ in csrc/ops.h for 2:4, on the GPU.
+void masked_weight_24_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
+                       const OptionalTensor& scale, int64_t stream) {
+  const MaskedWeightCall call = checked_masked_weight(at::kCUDA, out, weight, pretrained, scale);
   if (call.numel == 0) return;
   check(launch_masked_weight(call, reinterpret_cast<cudaStream_t>(stream)));
 }
@@ -48,9 +46,9 @@ int checked_int(int64_t size) {
 }
 
 // y [rows, out_features] = x [rows, in_features] W^T + bias for 1 to 16 rows and an (m-2):m weight, all bfloat16 or all
-// float16, except that values with scales are codes: int8, or uint8 with two in each. GemvCall describes dependent.
+// float16, except that values with scales are codes: int8, or uint8 with two in each.
 void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
-          const OptionalTensor& bias, const at::Tensor& y, int64_t m, bool dependent, int64_t stream) {
+          const OptionalTensor& bias, const at::Tensor& y, int64_t m, int64_t stream) {
   check_sparse_linear(at::kCUDA, x, values, indices, scales, bias, y, m);
   check_alignment("x", x, 8);
   const Dtype dtype = dtype_of(x, "x");
@@ -68,10 +66,6 @@ void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indic
                       .x_features = checked_int(x.size(1)),
                       .m = checked_int(m),
                       .dtype = dtype,
-                      .warps = 0,
-                      .splits = 0,
-                      .tiles = 0,
-                      .dependent = dependent,
                       .codes = codes_of(values, scales),
                       .scales = data_or_null(scales)};
   if (call.out_features == 0 || call.in_features == 0) return;
@@ -82,7 +76,7 @@ PackCall checked_pack_24(const at::Tensor& weight, const at::Tensor& values, con
   const int64_t bytes = weight.element_size();
   TORCH_CHECK_VALUE(bytes == 2 || bytes == 4, "weight has dtype ", weight.scalar_type(),
                     ": this kernel supports numbers of 2 and 4 bytes");
-  const PackCall call = checked_pack(at::kCUDA, weight, 2, values, indices);
+  const PackCall call = checked_pack(at::kCUDA, weight, values, indices);
   check_alignment("weight", weight, 4 * bytes);
   check_alignment("values", values, 2 * bytes);
   checked_int(call.in_features);
@@ -134,9 +128,9 @@ void cutlass_metadata_(const at::Tensor& indices, const at::Tensor& metadata, in
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The CUDA kernels of proxsparse; csrc/cuda/launch.h documents them.";
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
-  module.def("prox_n4_", &proxsparse::gpu::prox_n4_, without_gil);
+  module.def("prox_24_", &proxsparse::gpu::prox_24_, without_gil);
   module.def("adamw_prox_", &proxsparse::gpu::adamw_prox_, without_gil);
-  module.def("masked_weight_n4_", &proxsparse::gpu::masked_weight_n4_, without_gil);
+  module.def("masked_weight_24_", &proxsparse::gpu::masked_weight_24_, without_gil);
   module.def("gemv", &proxsparse::gpu::gemv, without_gil);
   module.def("pack_24", &proxsparse::gpu::pack_24, without_gil);
   module.def("unpack_24", &proxsparse::gpu::unpack_24, without_gil);

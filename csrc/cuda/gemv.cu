@@ -18,36 +18,27 @@ cudaError_t current_device(Device& device) {
   return status;
 }
 
-int power_of_two(int number, int most) {  // the largest that is at most both
-  int power = 1;
-  while (2 * power <= std::min(number, most)) power *= 2;
-  return power;
-}
-
-// Chooses the launch parameters that are 0 (others were not tried on a GPU), and replaces those that the GPU does not
-// support by the nearest supported ones. If the rows of W do not occupy the GPU, clusters split the columns; fewer
-// thread blocks are larger.
+// Chooses the launch parameters. If the rows of W do not occupy the GPU, clusters split the columns; fewer thread
+// blocks are larger.
 GemvPlan plan_launch(const GemvCall& call, const Device& device) {
   const auto addresses = reinterpret_cast<uintptr_t>(call.values) | reinterpret_cast<uintptr_t>(call.indices);
   const bool aligned = addresses % 16 == 0 && call.in_features % int{kChunk} == 0;
   const int groups = !aligned || call.rows > 2 * kColumns ? 4 : call.rows > kColumns ? 2 : 1;
-  const int chosen = power_of_two(call.tiles > 0 ? call.tiles : groups == 1 ? 4 : 2, 4);
-  const int tiles = !aligned ? 1 : has_windows(call) ? kWindowTiles : chosen;
+  const int tiles = aligned ? tiles_of(groups, has_windows(call)) : 1;
   const int rows = groups * tiles * kTile, blocks = (call.out_features + rows - 1) / rows;
   const int steps = (call.in_features + int{kStep} - 1) / int{kStep};
   int splits = 1;
-  while (splits < 8 && 2 * splits * blocks <= device.processors && 2 * splits <= steps) splits *= 2;
-  if (call.splits > 0) splits = std::min(call.splits, 8);
-  if (device.generation < 9) splits = 1;  // no clusters
-  const int most = max_warps(groups, tiles, has_windows(call)), fit = (steps + splits - 1) / splits * groups;
-  const int warps = call.warps > 0 ? call.warps : std::min(blocks > device.processors ? 8 : 16, fit);
+  if (device.generation >= 9) {  // has clusters
+    while (splits < 8 && 2 * splits * blocks <= device.processors && 2 * splits <= steps) splits *= 2;
+  }
+  const int most = blocks > device.processors ? 8 : max_warps(has_windows(call));
   GemvCall launched = call;
   const uint32_t of_block = static_cast<uint32_t>(call.m) / 2 - 1;  // windows
   launched.x_blocks = static_cast<uint32_t>(call.x_features / call.m);
   launched.reciprocal = ((1u << 31) + of_block - 1) / of_block;
   launched.splits = splits;
-  launched.warps = std::max(std::min(warps, most) / groups, 1) * groups;
-  return {aligned, groups, tiles, blocks, launched};
+  launched.warps = std::min((steps + splits - 1) / splits * groups, most);
+  return {aligned, groups, blocks, launched};
 }
 
 }  // namespace

@@ -26,9 +26,10 @@ namespace proxsparse::gpu {
 constexpr int kColumns = 4;                          // rows of x in a multiplication
 constexpr int kXWords = kStep / 2;                   // of a row of x in a step
 constexpr int kXBytes = 2 * kColumns * 4 * kXWords;  // of shared memory for each warp: its rows of x, for two steps
-constexpr int kWindowTiles = 2;                      // of a warp, with windows
-// The most warps of a thread block for which the sums and the weights being loaded fit into registers.
-constexpr int max_warps(int groups, int tiles, bool windows) { return windows || (tiles == 4 && groups > 1) ? 8 : 16; }
+// The tiles of a warp, for aligned weights and this many groups of kColumns rows of x. With them, the most warps of a
+// thread block for which the sums and the weights being loaded fit into registers.
+constexpr int tiles_of(int groups, bool windows) { return windows || groups > 1 ? 2 : 4; }
+constexpr int max_warps(bool windows) { return windows ? 8 : 16; }
 
 // ------------------------------------------------------------------------- x
 
@@ -124,7 +125,7 @@ __device__ void add_step(LaneWeights<Bits> (&weights)[kTiles], const uint32_t* x
 // long pieces of each row. At the end, the sums of the teams and of the thread blocks of a cluster are added in a fixed
 // order.
 template <typename Format, typename Bits, int kGroups, int kTiles, bool kAligned, bool kWindows>
-__global__ void __launch_bounds__(max_warps(kGroups, kTiles, kWindows) * kLanes) gemv_kernel(GemvCall call) {
+__global__ void __launch_bounds__(max_warps(kWindows) * kLanes) gemv_kernel(GemvCall call) {
   constexpr int kWarpRows = kTiles * kTile, kBlockRows = kGroups * kWarpRows;
   const int teams = call.warps / kGroups, splits = call.splits, rank = static_cast<int>(blockIdx.y);
   const int member = warp() % kGroups, team = warp() / kGroups;
@@ -144,14 +145,9 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles, kWindows) * kLanes)
   float sums[kTiles][kGroups][4] = {};
   LaneWeights<Bits> weights[kTiles];
 
-  // With GemvCall::dependent, the previous kernel may be running until wait_for_previous_kernel returns. It may still
-  // write x and read the memory of y, so both are used only after that call. Only weights are read before it: the
-  // caller guarantees that they are constant. The next kernel may start at once: a dependent one waits for the end of
-  // this kernel, and any other starts only after it.
-  allow_next_kernel();
   const bool whole = kAligned && column + kStep <= columns;
   if (whole) load_step<Aligned<true>>(weights, packed, column);
-  wait_for_previous_kernel();
+  __syncwarp();  // the compiler computes no address of x before the loads, which would spill registers
   if (whole) {
     stage_x<Bits, kWindows, true>(call, member * kColumns, column, x + mine);
 #pragma unroll 1
@@ -213,7 +209,6 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles, kWindows) * kLanes)
 struct GemvPlan {
   bool aligned;
   int groups;     // of 4 rows of x
-  int tiles;      // of each warp
   int blocks;     // thread blocks along the rows of W
   GemvCall call;  // warps: a multiple of the groups; splits: the thread blocks of a cluster
 };
@@ -222,43 +217,34 @@ template <typename Format, typename Bits, int kGroups, int kTiles, bool kAligned
 cudaError_t launch(const GemvPlan& plan, cudaStream_t stream) {
   GemvCall call = plan.call;
   const auto kernel = gemv_kernel<Format, Bits, kGroups, kTiles, kAligned, kWindows>;
-  if (call.splits > 1 || call.dependent) {  // PTX for an older GPU, compiled by the driver, supports neither
+  if (call.splits > 1) {  // PTX for an older GPU, compiled by the driver, does not support it
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
     if (status != cudaSuccess) return status;
-    if (attributes.ptxVersion < 90) call.splits = 1, call.dependent = false;
+    if (attributes.ptxVersion < 90) call.splits = 1;
   }
   const int shared = call.warps * kXBytes;  // for x; the sums need less
   if (shared > 48 << 10) {                  // more than this must be requested
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (status != cudaSuccess) return status;
   }
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {1, static_cast<unsigned>(call.splits), 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(call.splits));
   config.blockDim = dim3(static_cast<unsigned>(call.warps * kLanes));
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
-  config.attrs = attributes;
-  if (call.splits > 1) {
-    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {1, static_cast<unsigned>(call.splits), 1};
-  }
-  if (call.dependent) {
-    cudaLaunchAttribute& early = attributes[config.numAttrs++];
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-  }
+  config.attrs = &cluster;
+  config.numAttrs = call.splits > 1 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, call);
 }
 
 template <typename Format, typename Bits, int kGroups>
 cudaError_t launch(const GemvPlan& plan, cudaStream_t stream) {
-  if (has_windows(plan.call)) return launch<Format, Bits, kGroups, kWindowTiles, true, true>(plan, stream);
-  if (plan.tiles == 4) return launch<Format, Bits, kGroups, 4, true>(plan, stream);
-  if (plan.tiles == 2) return launch<Format, Bits, kGroups, 2, true>(plan, stream);
-  return launch<Format, Bits, kGroups, 1, true>(plan, stream);
+  return has_windows(plan.call) ? launch<Format, Bits, kGroups, tiles_of(kGroups, true), true, true>(plan, stream)
+                                : launch<Format, Bits, kGroups, tiles_of(kGroups, false), true>(plan, stream);
 }
 
 template <typename Format, typename Bits>

@@ -26,18 +26,13 @@ struct GemvCall {
   int rows, out_features, in_features;  // rows: 1 to 16; in_features: a multiple of 4
   int x_features, m;                    // in_features and 4, except for windows; both are even
   Dtype dtype;                          // of all numbers: kBFloat16 or kFloat16; the sums are float32
-  // Launch parameters. 0 means the choice of gemv.cu; other numbers are for tests. If the GPU does not support a
-  // number, the nearest supported one is used.
-  int warps;   // of a thread block, 1 to 16
-  int splits;  // of the columns of W, over the thread blocks of a cluster, 1 to 8; 1 below compute capability 9.0
-  int tiles;   // of 8 rows of W in each warp: 1, 2 or 4
-  // If true, the kernel may start, and load weights, before the previous kernel of the stream has ended. No kernel that
-  // may still be running may write values, indices or scales. No effect below compute capability 9.0.
-  bool dependent;
-  Codes codes;         // how values are stored (proxsparse/reference/quantize.py)
+  Codes codes;                          // how values are stored (proxsparse/reference/quantize.py)
   const void* scales;  // of the dtype: [out_features] for kInt8, [out_features, ceil(in_features / 64)] for kInt4
-  uint32_t x_blocks,
-      reciprocal;  // set by launch_gemv: blocks of m in a row of x; 2^31 / windows of a block, rounded up
+  // Set by launch_gemv.
+  int warps;            // of a thread block, 1 to 16
+  int splits;           // of the columns of W, over the thread blocks of a cluster, 1 to 8
+  uint32_t x_blocks;    // blocks of m in a row of x
+  uint32_t reciprocal;  // 2^31 / windows of a block, rounded up
 };
 cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream);
 

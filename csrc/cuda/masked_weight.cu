@@ -1,4 +1,4 @@
-// W0 under the mask of a learned weight, for 2:4 and 1:4 blocks: one pass over memory.
+// W0 under the mask of a learned weight, for 2:4 blocks: one pass over memory.
 #include "../block_ranks.h"
 #include "launch.h"
 #include "number.h"
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kWarps* kLanes) masked_weight_kernel(MaskedWei
   unpack(Pretrained(), pretrained, w0);
   PROXSPARSE_UNROLL
   for (int i = 0; i < kPiece; ++i) score[i] = times_sign(score[i] * c[i], w0[i]);
-  const T first_dropped = T(call.n) - T(0.5);
+  const T first_dropped(1.5);
   PROXSPARSE_UNROLL
   for (int i = 0; i < kPiece; i += 4) {
     const Ranks<T> rank = rank_scores<T>({score[i], score[i + 1], score[i + 2], score[i + 3]});

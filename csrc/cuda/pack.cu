@@ -94,7 +94,7 @@ __device__ uint32_t places_of(const Group<Word, 4>& block, bool& infeasible) {
     negative_zero |= uint32_t{magnitude == 0 && block.word[i] != 0} << i;
   }
   infeasible |= __popc(nonzero) > 2;
-  return kept_places<2>(nonzero, negative_zero);
+  return kept_places(nonzero, negative_zero);
 }
 
 template <typename Word>

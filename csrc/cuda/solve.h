@@ -75,36 +75,15 @@ __device__ inline void zero_below(T (&magnitude)[4], T least) {
   for (int i = 0; i < 4; ++i) magnitude[i] = magnitude[i] < least ? T(0) : magnitude[i];
 }
 
-// magnitude <- min(w, magnitude), where w is in the order of the sorted block.
-template <typename T>
-__device__ inline void store_result(T (&magnitude)[4], const Sorted<T>& sorted, Block<T> w) {
-  const Block<T> z = sorted.block;
-  const Block<T> result =
-      unsort(sorted, {smaller(w.w1, z.w1), smaller(w.w2, z.w2), smaller(w.w3, z.w3), smaller(w.w4, z.w4)});
-  magnitude[0] = result.w1, magnitude[1] = result.w2, magnitude[2] = result.w3, magnitude[3] = result.w4;
-}
-
-// The same for x = lambda * w. Where x = u, z keeps its bits.
+// magnitude <- min(x / lambda, magnitude), where x is in the order of the sorted block. Where x = u, z keeps its bits.
 template <typename T>
 __device__ inline void store_result(T (&magnitude)[4], const Sorted<T>& sorted, Block<T> u, Block<T> x,
                                     T inverse_lambda) {
   const Block<T> z = sorted.block;
-  store_result(magnitude, sorted,
-               {x.w1 < u.w1 ? x.w1 * inverse_lambda : z.w1, x.w2 < u.w2 ? x.w2 * inverse_lambda : z.w2,
-                x.w3 < u.w3 ? x.w3 * inverse_lambda : z.w3, x.w4 < u.w4 ? x.w4 * inverse_lambda : z.w4});
-}
-
-template <typename T, int kSlots>
-__device__ inline void solve_14_blocks(WarpBlocks<T, kSlots>& blocks, const ProxParams<T>& params) {
-#pragma unroll 1
-  for (int slot = lane(); slot < kSlots; slot += kLanes) {
-    T(&magnitude)[4] = blocks.slot[slot].magnitude;
-    if (is_finite(magnitude)) {
-      const Sorted<T> sorted = sort_descending(block_of(magnitude));
-      const Block<T> largest{sorted.block.w1, T(0), T(0), T(0)};
-      store_result(magnitude, sorted, params.gain > 0 ? solve_14(sorted.block, params.lambda, params.gain) : largest);
-    }
-  }
+  const auto shrunk = [=](T z_i, T u_i, T x_i) { return x_i < u_i ? smaller(x_i * inverse_lambda, z_i) : z_i; };
+  const Block<T> result = unsort(
+      sorted, {shrunk(z.w1, u.w1, x.w1), shrunk(z.w2, u.w2, x.w2), shrunk(z.w3, u.w3, x.w3), shrunk(z.w4, u.w4, x.w4)});
+  magnitude[0] = result.w1, magnitude[1] = result.w2, magnitude[2] = result.w3, magnitude[3] = result.w4;
 }
 
 template <typename T, int kSlots>
@@ -171,7 +150,7 @@ __device__ inline void solve_blocks(WarpBlocks<T, kBlocks * kLanes>& blocks, con
                      larger(ordered_bits(z.w3), ordered_bits(z.w4)));
   }
   const float largest_u = static_cast<float>(params.lambda) * warp_maximum(largest);
-  if (params.n == 2 && largest_u <= static_cast<float>(kConvexUpTo)) {
+  if (largest_u <= static_cast<float>(kConvexUpTo)) {
     const int sweeps = sweeps_needed<Format::kSweepsNeeded>(largest_u);
     PROXSPARSE_UNROLL
     for (int start = 0; start < kBlocks; start += kTogether) {
@@ -189,11 +168,7 @@ __device__ inline void solve_blocks(WarpBlocks<T, kBlocks * kLanes>& blocks, con
     const Block<T> z = magnitudes(b);
     blocks.slot[b * kLanes + lane()] = {{z.w1, z.w2, z.w3, z.w4}};
   }
-  if (params.n == 1) {
-    solve_14_blocks(blocks, params);
-  } else {
-    solve_24_blocks(blocks, params);
-  }
+  solve_24_blocks(blocks, params);
   PROXSPARSE_UNROLL
   for (int b = 0; b < kBlocks; ++b) {
     const T(&w)[4] = blocks.slot[b * kLanes + lane()].magnitude;

@@ -18,8 +18,7 @@ struct alignas(8) Words2 {
   uint32_t word[2];
 };
 
-// For data that is read only once: it does not evict x from the L1 cache. Not ld.global.nc, which the compiler would
-// move to after wait_for_previous_kernel.
+// For data that is read only once: it does not evict x from the L1 cache.
 __device__ inline Words4 load_once(const Words4* source) {
 #ifdef __CUDA_ARCH__
   Words4 got;
@@ -109,20 +108,6 @@ template <int kWarps>
 __device__ inline void sync_warps(int group) {
   if (kWarps == 1) return __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarps * 32) : "memory");  // barrier 0 is __syncthreads
-}
-
-// Programmatic dependent launch (compute capability 9.0). The next kernel of the stream may start once every thread
-// block has called allow_next_kernel. wait_for_previous_kernel waits until the previous kernels have ended and their
-// writes are visible. Without the launch attribute neither has an effect.
-__device__ inline void allow_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ inline void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // Barriers of a cluster, whose thread blocks can read each other's shared memory (compute capability 9.0). After

@@ -63,9 +63,6 @@ struct WarpTile {
   __device__ WarpTile(Number* tensor, int64_t first, int64_t size, void* buffer, bool direct)
       : tensor(tensor), first(first), size(size), buffer(static_cast<Storage*>(buffer)), direct(direct) {}
 
-  // The position of a piece of this lane in the tile.
-  static __device__ int offset(int piece) { return lane() * kPiece + piece * kLanes * kPiece; }
-
   // Numbers after the end of the tensor are loaded as zeros.
   __device__ void load(Piece<Storage, kPiece> (&pieces)[kPieces]) const {
     if (direct) return copy(tensor + first, pieces);

@@ -12,10 +12,9 @@
 
 namespace proxsparse::gemm {
 
-// Schedule is that of the main loop, EpilogueSchedule that of writing y. With TileScheduler = void, one thread block
-// computes each tile of y. All tiles with 128 columns read the same metadata.
-template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule,
-          typename TileScheduler = void>
+// Schedule is that of the main loop, EpilogueSchedule that of writing y. All tiles with 128 columns read the same
+// metadata.
+template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule>
 struct Sm90 {
   static constexpr int kArchitecture = 90;
   using Element = cutlass::bfloat16_t;
@@ -34,8 +33,7 @@ struct Sm90 {
       kAligned, float, Shape, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       Schedule>::CollectiveOp;
-  using Kernel =
-      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, TileScheduler>;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
   using Config = typename Mainloop::SparseConfig;
 

@@ -13,19 +13,19 @@ from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike, check_dtyp
 torch.library.define(
     "proxsparse::adamw_prox_",
     "(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? master, "
-    "Tensor? pretrained, Tensor? scale, int step, float lr, float beta1, float beta2, float eps, float weight_decay, "
-    "float reg_lambda, int n, int m, float frozen_lambda, float frozen_eps, int? seed) -> ()",
+    "Tensor? scale, int step, float lr, float beta1, float beta2, float eps, float weight_decay, float reg_lambda, "
+    "int n, int m, int? seed) -> ()",
 )
 
 
 @torch.library.impl("proxsparse::adamw_prox_", "CompositeExplicitAutograd")
-def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *settings) -> None:
+def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, scale, *settings) -> None:
     if weight.numel() == 0:
         return
     if scale is not None:
         scale = scale.to(arithmetic_of(weight))
-    tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
-    *_, reg_lambda, _n, m, _frozen_lambda, _frozen_eps, _seed = settings
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, scale)
+    *_, reg_lambda, _n, m, _seed = settings
     m = m if reg_lambda > 0 else 1
     dense = {id(x): whole_rows(x, m, 1.0 if x is scale else 0.0) for x in tensors if x is not None}
     arguments = [dense.get(id(tensor)) for tensor in tensors]
@@ -42,12 +42,10 @@ def _adamw_prox_fake(*arguments):
 
 
 @register_kernel("adamw_prox_", "reference", supports=lambda *arguments: None)
-def _reference(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *settings) -> None:
-    *head, n, m, frozen_lambda, frozen_eps, seed = settings  # head: step to reg_lambda
+def _reference(weight, grad, exp_avg, exp_avg_sq, master, scale, *settings) -> None:
+    *head, n, m, seed = settings  # head: step to reg_lambda
     pattern = NMPattern(n, m) if head[-1] > 0 else None
-    results = reference.adamw_prox(
-        weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *head, pattern, frozen_lambda, frozen_eps, seed
-    )
+    results = reference.adamw_prox(weight, grad, exp_avg, exp_avg_sq, master, scale, *head, pattern, seed)
     for tensor, result in zip((weight, exp_avg, exp_avg_sq, master), results, strict=True):
         if tensor is not None:
             tensor.copy_(result)
@@ -55,7 +53,7 @@ def _reference(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *se
 
 def pattern_of(arguments: tuple) -> tuple[int, int]:
     """(n, m) for a kernel, from the last arguments of the op; 2:4, which all support, for AdamW without the prox."""
-    *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
+    *_, reg_lambda, n, m, _seed = arguments
     return (n, m) if reg_lambda > 0 else (2, 4)
 
 
@@ -74,7 +72,7 @@ def check_tensor(tensor: Tensor, what: str, shape: torch.Size, dtypes: tuple[tor
         )
 
 
-def check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale) -> None:
+def check_tensors(weight, grad, exp_avg, exp_avg_sq, master, scale) -> None:
     """Raises ValueError for a tensor that does not fit the weight."""
     check_dtype(weight, "weight")
     arithmetic = arithmetic_of(weight)
@@ -87,8 +85,6 @@ def check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale) 
         if weight.dtype == arithmetic:
             raise ValueError(f"master: only bfloat16 and float16 weights can have a master, not {weight.dtype}")
         check_tensor(master, "master", weight.shape, (torch.float32,), weight)
-    if pretrained is not None:
-        check_tensor(pretrained, "pretrained", weight.shape, (weight.dtype,), weight)
     if scale is not None:
         check_tensor(scale, "scale", weight.shape[-1:], FLOAT_DTYPES, weight)
 
@@ -104,14 +100,6 @@ def check_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, 
         raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
 
 
-def check_frozen(frozen_lambda: float, frozen_eps: float) -> None:
-    """Raises ValueError for settings of the frozen-weight term that are out of range."""
-    if not in_range(frozen_lambda, 0):
-        raise ValueError(f"frozen_lambda={frozen_lambda!r} must be a finite number >= 0 (0 turns it off)")
-    if not in_range(frozen_eps, 0) or frozen_eps == 0:
-        raise ValueError(f"frozen_eps={frozen_eps!r} must be a finite number > 0, such as 0.1")
-
-
 @torch.no_grad()
 def adamw_prox_(
     weight: Tensor,
@@ -119,7 +107,6 @@ def adamw_prox_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     master: Tensor | None = None,
-    pretrained: Tensor | None = None,
     scale: Tensor | None = None,
     *,
     step: int,
@@ -129,16 +116,13 @@ def adamw_prox_(
     weight_decay: float = 0.0,
     reg_lambda: float = 0.0,
     pattern: PatternLike = "2:4",
-    frozen_lambda: float = 0.0,
-    frozen_eps: float = 0.1,
     seed: int | None = None,
 ) -> Tensor:
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W), in one pass over weight, gradient and moments, in place.
 
-    The equations are in `reference.adamw_prox`: the AdamW step includes the gradient of the frozen-weight term (paper,
-    section 3.1) and, with `scale` = c, acts on v = c * w (learning rate lr / c in each column); then the exact prox.
-    The prox does not change blocks with NaN or infinity; zeros are +0.0. Arithmetic is fp64 for a float64 weight and
-    fp32 otherwise; only stored values are rounded.
+    The equations are in `reference.adamw_prox`: with `scale` = c, the AdamW step acts on v = c * w (learning rate lr /
+    c in each column); then comes the exact prox. The prox does not change blocks with NaN or infinity; zeros are +0.0.
+    Arithmetic is fp64 for a float64 weight and fp32 otherwise; only stored values are rounded.
 
     Args:
         weight: [..., in_features], float32, float64, bfloat16 or float16; any shape if reg_lambda is 0. Changed in
@@ -147,13 +131,11 @@ def adamw_prox_(
         exp_avg, exp_avg_sq: the moments of v, float32 or bfloat16 (float64 for a float64 weight). Changed in place.
         master: float32 copy of a bfloat16 or float16 weight: the step updates it, and the weight becomes its rounded
             value. Changed in place. None: the step updates the weight itself.
-        pretrained: W0, shape and dtype of the weight; required if frozen_lambda > 0.
         scale: c, [in_features], the scaling of the input features, positive; None means 1.
         step: t, counted from 1.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by lr. 0: AdamW alone.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        frozen_lambda, frozen_eps: lambda_2 >= 0 and the epsilon > 0 of the frozen-weight term.
         seed: an integer, taken modulo 2^64, for stochastic rounding to bfloat16 of the moments and, without a
             master, of the weight. The same seed gives the same bits on every backend. Use random-looking numbers:
             seeds that differ only in their lower 32 bits give the same bits in another order. None: round to nearest
@@ -166,8 +148,8 @@ def adamw_prox_(
         RuntimeError: the Triton backend in the capture of a CUDA graph: replays would repeat this step.
     """
     numbers = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "pattern": pattern}
-    numbers |= {"reg_lambda": reg_lambda, "frozen_lambda": frozen_lambda, "frozen_eps": frozen_eps, "seed": seed}
-    tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
+    numbers |= {"reg_lambda": reg_lambda, "seed": seed}
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, scale)
     torch.ops.proxsparse.adamw_prox_(*checked(*tensors, **numbers))
     return weight
 
@@ -180,7 +162,6 @@ class Arguments(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     master: Tensor | None
-    pretrained: Tensor | None
     scale: Tensor | None
     step: int
     lr: float
@@ -191,28 +172,23 @@ class Arguments(NamedTuple):
     reg_lambda: float
     n: int
     m: int
-    frozen_lambda: float
-    frozen_eps: float
     seed: int | None
 
 
-def checked(weight, grad, exp_avg, exp_avg_sq, master=None, pretrained=None, scale=None, **numbers) -> Arguments:
+def checked(weight, grad, exp_avg, exp_avg_sq, master=None, scale=None, **numbers) -> Arguments:
     """The arguments of the op for those of `adamw_prox_`, all numbers given. Raises its errors."""
-    check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
+    check_tensors(weight, grad, exp_avg, exp_avg_sq, master, scale)
     of_adamw = [numbers[name] for name in ("step", "lr", "betas", "eps", "weight_decay")]
     check_numbers(*of_adamw)
     step, lr, betas, eps, weight_decay = of_adamw
-    reg_lambda, frozen = numbers["reg_lambda"], (numbers["frozen_lambda"], numbers["frozen_eps"])
+    reg_lambda = numbers["reg_lambda"]
     check_reg_lambda(reg_lambda)
-    check_frozen(*frozen)
     pattern = NMPattern.parse(numbers["pattern"])
     if reg_lambda > 0:
         pattern.check_blocks(weight.shape)
-    if frozen[0] > 0 and pretrained is None:
-        raise ValueError(f"frozen_lambda={frozen[0]} needs the pretrained weights; pass `pretrained`")
-    tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained if frozen[0] > 0 else None, scale)
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, scale)
     seed = None if numbers["seed"] is None else signed(numbers["seed"])
-    return Arguments(*tensors, step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, *frozen, seed)
+    return Arguments(*tensors, step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, seed)
 
 
 def signed(seed: int) -> int:

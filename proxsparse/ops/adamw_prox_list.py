@@ -66,5 +66,5 @@ def fits_list(kernel: Kernel, arguments: Arguments, target: Masked | None) -> bo
     blocks = target is not None or arguments.reg_lambda > 0
     whole = not blocks or m != 4 or weight.shape[-1] % 4 == 0
     in_arithmetic = scale is None or scale.dtype == arithmetic_of(weight)
-    tensors = (tensor for tensor in (*arguments[:7], *(target or ())[:2]) if tensor is not None)
+    tensors = (tensor for tensor in (*arguments[:6], *(target or ())[:2]) if tensor is not None)
     return whole and in_arithmetic and all(tensor.is_contiguous() for tensor in tensors)

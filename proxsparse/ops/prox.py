@@ -10,18 +10,15 @@ from proxsparse import reference
 from proxsparse.ops.registry import register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
-torch.library.define(
-    "proxsparse::prox_nm_", "(Tensor(a!) weight, float reg_lambda, int n, int m, Tensor? scale=None) -> ()"
-)
+torch.library.define("proxsparse::prox_nm_", "(Tensor(a!) weight, float reg_lambda, int n, int m) -> ()")
 
 
 @torch.library.impl("proxsparse::prox_nm_", "CompositeExplicitAutograd")
-def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None = None) -> None:
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
     if reg_lambda == 0 or weight.numel() == 0:
         return
-    dense, scale = whole_rows(weight, m), None if scale is None else whole_rows(scale, m, 1.0)
-    kernel = select("prox_nm_", dense, reg_lambda, n, m, scale)
-    kernel.run(dense, reg_lambda, n, m, scale)
+    dense = whole_rows(weight, m)
+    select("prox_nm_", dense, reg_lambda, n, m).run(dense, reg_lambda, n, m)
     write_back(weight, dense)
 
 
@@ -44,13 +41,13 @@ def write_back(weight: Tensor, dense: Tensor) -> None:
 
 
 @torch.library.register_fake("proxsparse::prox_nm_")
-def _prox_nm_fake(weight, reg_lambda, n, m, scale=None):
+def _prox_nm_fake(weight, reg_lambda, n, m):
     return None
 
 
 @register_kernel("prox_nm_", "reference", supports=lambda *args: None)
-def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
-    weight.copy_(reference.prox_nm(weight, reg_lambda, NMPattern(n, m), scale))
+def _reference(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
+    weight.copy_(reference.prox_nm(weight, reg_lambda, NMPattern(n, m)))
 
 
 def in_range(value: object, low: float, high: float = math.inf) -> bool:
@@ -67,51 +64,42 @@ def check_reg_lambda(reg_lambda: float) -> None:
         raise ValueError(f"reg_lambda={reg_lambda!r} must be a finite number >= 0, a float (0 is the identity)")
 
 
-def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike, scale: Tensor | None) -> NMPattern:
+def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike) -> NMPattern:
     """Returns the parsed pattern. Raises ValueError for arguments that no backend supports."""
     pattern = NMPattern.parse(pattern)
     check_dtype(weight, "weight")
     pattern.check_blocks(weight.shape)
     check_reg_lambda(reg_lambda)
-    if scale is None:
-        return pattern
-    if scale.shape != weight.shape[-1:] or not scale.is_floating_point() or scale.device != weight.device:
-        raise ValueError(
-            f"scale is {scale.dtype} {list(scale.shape)} on {scale.device}; it must be floating point of shape "
-            f"[{weight.shape[-1]}] on {weight.device}, one number for each input feature"
-        )
     return pattern
 
 
 @torch.no_grad()
-def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
+def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4") -> Tensor:
     """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimizer for 2:4 and 1:M.
 
     For 4:6, 6:8 and 8:10 it is the best found point; of 30,000 hard blocks one was missed (docs/solver.md).
 
     Reg_{N:M}(V) sums e_{N+1}(|v|), the elementary symmetric polynomial, over blocks of M weights along the last
-    dimension (paper, equations 4 and 7). The remainder of a row (`NMPattern.whole`) does not change. With `scale` = c
-    the prox acts on c * W and the result is divided by c. Weights that the prox does not change keep their bits; new
-    zeros are +0.0; blocks with NaN or infinity do not change, but a NaN may become one with other bits.
+    dimension (paper, equations 4 and 7). The remainder of a row (`NMPattern.whole`) does not change. Weights that the
+    prox does not change keep their bits; new zeros are +0.0; blocks with NaN or infinity do not change, but a NaN may
+    become one with other bits.
 
     Args:
         weight: [..., in_features], float32, float64, bfloat16 or float16, any strides; arithmetic is fp64 for float64
             and fp32 otherwise. Changed in place.
-        reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by any learning rate. 0: identity.
+        reg_lambda: lambda_1 >= 0, in units of 1 / |w|^(N-1). Not multiplied by any learning rate. 0: identity.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        scale: c, [in_features], the scaling of the input features, positive; None means 1. The sign is ignored. Values
-            must be finite and nonzero; this is not checked, because a check would synchronize.
     Returns:
         `weight`.
     Raises:
         ValueError: `NMPattern.check_blocks` refuses in_features; the dtype is not floating point; lambda is negative or
-            not finite; the scale has a wrong shape, dtype or device.
+            not finite.
     """
-    pattern = check_prox_arguments(weight, reg_lambda, pattern, scale)
-    torch.ops.proxsparse.prox_nm_(weight, float(reg_lambda), pattern.n, pattern.m, scale)
+    pattern = check_prox_arguments(weight, reg_lambda, pattern)
+    torch.ops.proxsparse.prox_nm_(weight, float(reg_lambda), pattern.n, pattern.m)
     return weight
 
 
-def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
+def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4") -> Tensor:
     """`prox_nm_` on a copy of the weight. Same arguments and errors; not differentiable."""
-    return prox_nm_(weight.detach().clone(memory_format=torch.contiguous_format), reg_lambda, pattern, scale)
+    return prox_nm_(weight.detach().clone(memory_format=torch.contiguous_format), reg_lambda, pattern)

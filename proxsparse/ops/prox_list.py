@@ -34,14 +34,14 @@ def _prox_nm_list_fake(weights, reg_lambdas, n, m):
 
 def _one_by_one(weights: Sequence[Tensor], reg_lambdas: Sequence[float], n: int, m: int) -> None:
     for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
-        select("prox_nm_", weight, reg_lambda, n, m, None).run(weight, reg_lambda, n, m, None)
+        select("prox_nm_", weight, reg_lambda, n, m).run(weight, reg_lambda, n, m)
 
 
 def _register_one_by_one(backend: str) -> None:
     """Registers a kernel that calls prox_nm_ of `backend` for each weight."""
 
     def supports(weight: Tensor, *pattern: int) -> str | None:
-        return get_kernel("prox_nm_", backend).supports(weight, 1.0, *pattern, None)
+        return get_kernel("prox_nm_", backend).supports(weight, 1.0, *pattern)
 
     register_kernel("prox_nm_list_", backend, supports=supports)(_one_by_one)
 
@@ -74,7 +74,7 @@ def prox_nm_list_(weights: Sequence[Tensor], reg_lambdas: Sequence[float], patte
         raise ValueError("a weight is in the list twice; pass every weight once, also if it is tied")
     for i, (weight, reg_lambda) in enumerate(zip(weights, reg_lambdas, strict=True)):
         try:
-            check_prox_arguments(weight, reg_lambda, pattern, scale=None)
+            check_prox_arguments(weight, reg_lambda, pattern)
         except ValueError as error:
             raise ValueError(f"weights[{i}]: {error}") from None
     torch.ops.proxsparse.prox_nm_list_(list(weights), [float(x) for x in reg_lambdas], pattern.n, pattern.m)

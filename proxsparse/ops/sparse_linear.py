@@ -26,8 +26,6 @@ from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike
 from proxsparse.reference import windows
 from proxsparse.reference.quantize import columns, shape_of_scales
 
-PATTERN = NMPattern(2, 4)
-
 torch.library.define(
     "proxsparse::sparse_linear",
     "(Tensor x, Tensor values, Tensor indices, Tensor? bias, Tensor? prepared, str backend, "
@@ -96,7 +94,7 @@ def dense_weight(
     """
     if scales is not None:
         values = torch.ops.proxsparse.dequantize_nm(values, scales)
-    weight = torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
+    weight = torch.ops.proxsparse.unpack_nm(values, indices)
     return windows.fold(weight, in_features or weight.shape[-1], m)
 
 

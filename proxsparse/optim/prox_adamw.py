@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxsparse.ops.adamw_prox import check_frozen, check_numbers
+from proxsparse.ops.adamw_prox import check_numbers
 from proxsparse.ops.adamw_prox_list import Masked, adamw_prox_list_
 from proxsparse.optim import param_groups
 from proxsparse.patterns import PatternLike, check_dtype
@@ -18,7 +18,7 @@ from proxsparse.runtime.sharding import local
 # values.
 VARIANTS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 EXECUTION = {"foreach": None, "capturable": False, "fused": None}
-WITHOUT_PROX = {"reg_lambda": 0.0, "frozen_lambda": 0.0, "scale": None}
+WITHOUT_PROX = {"reg_lambda": 0.0, "scale": None}
 # Attributes of the optimizer that are not part of the state.
 SETUP = ("moment_dtype", "master_weights", "stochastic_rounding")
 
@@ -37,9 +37,10 @@ class ProxAdamW(Optimizer):
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W) in one pass over weight, gradient and moments.
 
     Equivalent to `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), but reads and writes the weights
-    once. The equations are in `reference.adamw_prox`. Groups and lr = 0 work as described in ProxOptimizer; `.grad` is
-    not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0 take the plain AdamW step.
-    Any pattern is supported; 1:4, 2:4, 4:6, 6:8 and 8:10 have fused kernels.
+    once. The equations are in `reference.adamw_prox`; grad includes the gradient of the frozen-weight term, in the
+    dtype of the weight (`reference.frozen_penalty_grad`). Groups and lr = 0 work as described in ProxOptimizer; `.grad`
+    is not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0 take the plain AdamW step.
+    Any pattern is supported; 2:4, 4:6, 6:8 and 8:10 have fused kernels.
 
     `state_dict()` has the format of torch.optim.AdamW and ProxOptimizer(AdamW) with additional keys, and each of the
     three can load the state of the others, which ignore W0 and a scaling. Loading keeps the dtypes given here.
@@ -52,9 +53,9 @@ class ProxAdamW(Optimizer):
     becomes W0 under the mask of the new parameter (`ops.masked_weight_`, with the pattern and scaling of the prox).
 
     Memory per weight, in addition to the weight and its gradient: moments take 8 bytes in float32 or 4 in bfloat16; a
-    master takes 4 bytes; frozen_lambda > 0 adds W0. With the lambda of the paper, a prox step is 1 to 3 units in the
-    last place of a bfloat16 weight, and much of it is lost when rounding to nearest. Use master weights, or stochastic
-    rounding, which is unbiased and needs no memory.
+    master takes 4 bytes; frozen_lambda > 0 adds W0, and another gradient during the step. With the lambda of the paper,
+    a prox step is 1 to 3 units in the last place of a bfloat16 weight, and much of it is lost when rounding to nearest.
+    Use master weights, or stochastic rounding, which is unbiased and needs no memory.
 
     Args:
         params: as in any torch optimizer; groups may have their own values of lr to frozen_eps and seed.
@@ -218,25 +219,28 @@ class ProxAdamW(Optimizer):
         pruned, scale, steps = set(param_groups.pruned_parameters(group)), group["prox_scale"], {}
         for number, parameter in enumerate(group["params"], first):
             if parameter.grad is not None:
-                prox = WITHOUT_PROX
+                prox, frozen_lambda = WITHOUT_PROX, 0.0
                 scale = None if scale is None else scale.to(parameter.device)
                 if parameter in pruned:
-                    prox = {"reg_lambda": reg_lambda, "frozen_lambda": group["frozen_lambda"], "scale": scale}
-                step = self._step_of_parameter(parameter, number, group, lr, prox)
+                    prox, frozen_lambda = {"reg_lambda": reg_lambda, "scale": scale}, group["frozen_lambda"]
+                step = self._step_of_parameter(parameter, number, group, lr, frozen_lambda) | prox
                 out = self.masked.get(parameter)
                 steps[parameter] = step, out and Masked(*map(local, out), scale)
         return steps
 
-    def _step_of_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> dict:
-        """The fused step on the rows of the parameter in this process; `number` counts over all groups."""
-        state = self.prepare_state(parameter, prox["frozen_lambda"] > 0)
+    def _step_of_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, frozen_lambda: float) -> dict:
+        """AdamW on the rows of the parameter in this process; `number` counts over all groups."""
+        state = self.prepare_state(parameter, frozen_lambda > 0)
         step = int(state["step"]) + 1
         stochastic = self.stochastic_rounding or self.moment_dtype is not None
-        tensors = {key: local(state[key]) for key in ("exp_avg", "exp_avg_sq", "master", "pretrained") if key in state}
+        tensors = {key: local(state[key]) for key in ("exp_avg", "exp_avg_sq", "master") if key in state}
         tensors |= {"weight": local(parameter), "grad": local(parameter.grad)}
-        settings = {key: group[key] for key in ("betas", "eps", "weight_decay", "pattern", "frozen_eps")}
+        if frozen_lambda > 0:
+            frozen = local(state["pretrained"]), frozen_lambda, group["frozen_eps"]
+            tensors["grad"] = param_groups.with_frozen_term(tensors, *frozen)
+        settings = {key: group[key] for key in ("betas", "eps", "weight_decay", "pattern")}
         seed = call_seed(group["seed"], number, step) if stochastic else None
-        return tensors | settings | prox | {"step": step, "lr": lr, "seed": seed}
+        return tensors | settings | {"step": step, "lr": lr, "seed": seed}
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.master_weights and parameter.dtype in (torch.bfloat16, torch.float16)
@@ -264,7 +268,7 @@ class ProxAdamW(Optimizer):
         """Normalizes the group; raises ValueError for unsupported settings."""
         param_groups.check_group(group)
         check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
-        check_frozen(group["frozen_lambda"], group["frozen_eps"])
+        param_groups.check_frozen(group["frozen_lambda"], group["frozen_eps"])
         for key, value in VARIANTS.items():
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from proxsparse.patterns import PatternLike
 from proxsparse.reference.prox import prox_nm
-from proxsparse.reference.regularizers import frozen_penalty_grad
 
 # ---------------------------------------------------------------------------------------------- the fused step
 
@@ -18,7 +17,6 @@ def adamw_prox(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     master: Tensor | None,
-    pretrained: Tensor | None,
     scale: Tensor | None,
     step: int,
     lr: float,
@@ -28,13 +26,11 @@ def adamw_prox(
     weight_decay: float,
     reg_lambda: float,
     pattern: PatternLike,
-    frozen_lambda: float,
-    frozen_eps: float,
     seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Step t of AdamW on v = c * w with the gradient g / c, then the prox of v (paper, Algorithm 1).
 
-        g          = (grad + frozen_lambda * dReg_W0/dW) / c
+        g          = grad / c
         exp_avg    = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g^2
         w          = w * (1 - lr * weight_decay)
@@ -50,10 +46,7 @@ def adamw_prox(
     arithmetic = torch.float64 if weight.dtype == torch.float64 else torch.float32
     w = (weight if master is None else master).to(arithmetic)
     c = torch.ones((), dtype=arithmetic, device=weight.device) if scale is None else scale.to(arithmetic)
-    g = grad.to(arithmetic)
-    if frozen_lambda > 0:
-        g = g + frozen_lambda * frozen_penalty_grad(w, pretrained.to(arithmetic), frozen_eps)
-    g = g / c
+    g = grad.to(arithmetic) / c
     mean = beta1 * exp_avg.to(arithmetic) + (1 - beta1) * g
     mean_square = beta2 * exp_avg_sq.to(arithmetic) + (1 - beta2) * g.square()
     root = mean_square.sqrt() / math.sqrt(1 - beta2**step)

@@ -121,7 +121,8 @@ class Plan:
         if options.gradient_accumulation_steps > 1 or not self.on_gpu:  # malloc keeps the memory of freed tensors
             forward["gradients"] = gradients
         backward = {"activations": self.block_bytes(devices), "gradients": gradients}
-        device = held | max(forward, backward, key=total)
+        step = {"gradients": gradients, "gradients with the frozen-weight term": gradients * (frozen > 0)}
+        device = held | max(forward, backward, step, key=total)
 
         checkpoint = (w * (1 + held_out) + moments + FP32 * options.master_weights) * self.learned + frozen
         a_step = options.per_device_train_batch_size * options.gradient_accumulation_steps * devices

@@ -57,13 +57,13 @@ def other_dtype(shape, dtype: torch.dtype, seed: int) -> Tensor:
     return hard(shape, torch.float32 if dtype == torch.bfloat16 else torch.bfloat16, seed).nan_to_num()
 
 
-def feasible(shape, dtype: torch.dtype, seed: int, n: int = 2) -> Tensor:
-    """Any bits in n places of each block, subnormal numbers and every NaN among them; +0.0 or -0.0 elsewhere."""
+def feasible(shape, dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits in two places of each block, subnormal numbers and every NaN among them; +0.0 or -0.0 elsewhere."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8).view(dtype)
     places = torch.rand((*shape[:-1], shape[-1] // 4, 4), generator=generator).argsort(-1).flatten(-2)
     zero = torch.where(torch.rand(shape, generator=generator) < 0.1, -0.0, 0.0).to(dtype)
-    return torch.where(places < n, raw.squeeze(-1), zero)
+    return torch.where(places < 2, raw.squeeze(-1), zero)
 
 
 def scaling(shape, dtype: torch.dtype) -> Tensor:
@@ -71,7 +71,7 @@ def scaling(shape, dtype: torch.dtype) -> Tensor:
 
 
 def step_problem(shape, dtype, moment=None, parts=(), seed=0) -> Tensors:
-    """The tensors of an AdamW step in the middle of a training; `parts` of master, pretrained, scale."""
+    """The tensors of an AdamW step in the middle of a training; `parts` of master, scale."""
     weight, moment = normal(shape, torch.float64, 4 * seed), moment or arithmetic(dtype)
     tensors = {
         "weight": weight.to(dtype),
@@ -79,7 +79,6 @@ def step_problem(shape, dtype, moment=None, parts=(), seed=0) -> Tensors:
         "exp_avg": normal(shape, moment, 4 * seed + 2, 0.2),
         "exp_avg_sq": (0.01 + normal(shape, torch.float64, 4 * seed + 3, 0.2).square()).to(moment),
         "master": weight.float(),
-        "pretrained": (weight + normal(shape, torch.float64, seed, 0.1)).to(dtype),
         "scale": scaling(shape, dtype),
     }
     return {name: x for name, x in tensors.items() if name in ("weight", "grad", "exp_avg", "exp_avg_sq", *parts)}
@@ -87,8 +86,7 @@ def step_problem(shape, dtype, moment=None, parts=(), seed=0) -> Tensors:
 
 def step_(tensors: Tensors, **options) -> Tensors:
     """adamw_prox_ in place; returns what it changes."""
-    settings = STEP | {"frozen_lambda": 0.3 if "pretrained" in tensors else 0.0} | options
-    assert adamw_prox_(**tensors, **settings) is tensors["weight"]
+    assert adamw_prox_(**tensors, **STEP | options) is tensors["weight"]
     return {name: x for name, x in tensors.items() if name in ("weight", "exp_avg", "exp_avg_sq", "master")}
 
 
@@ -183,38 +181,22 @@ def list_call(tensors):
 
 
 def step_arguments(tensors, reg_lambda, n=2, m=4):
-    names = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale")
+    names = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "scale")
     numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, reg_lambda, n, m)
-    return (*map(tensors.get, names), *numbers, 0.3 if "pretrained" in tensors else 0.0, 0.1, None)
+    return (*map(tensors.get, names), *numbers, None)
 
 
 def everything(shape, dtype, seed):
     """Masters for half precision, and moments in bfloat16."""
-    parts = ("pretrained", "scale") if dtype == arithmetic(dtype) else ("pretrained", "scale", "master")
+    parts = ("scale",) if dtype == arithmetic(dtype) else ("scale", "master")
     return step_problem(shape, dtype, None if dtype == torch.float64 else torch.bfloat16, parts, seed)
 
 
 def prox_in_float64(tensors, reg_lambdas, pattern="2:4"):
-    scale = tensors["scale"].double() if "scale" in tensors else None
-    return {name: reference.prox_nm(tensors[name].double(), x, pattern, scale) for name, x in reg_lambdas.items()}
+    return {name: reference.prox_nm(tensors[name].double(), x, pattern) for name, x in reg_lambdas.items()}
 
 
 CASES = {
-    "prox": Case(
-        "prox_nm_",
-        lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed)},
-        lambda t: {"weight": prox_nm_(t["weight"], 0.7)},
-        lambda t: prox_in_float64(t, {"weight": 0.7}),
-        lambda t: (t["weight"], 0.7, 2, 4, None),
-    ),
-    "prox, 1:4, scaled": Case(
-        "prox_nm_",
-        lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed), "scale": scaling(shape, dtype)},
-        lambda t: {"weight": prox_nm_(t["weight"], 0.4, "1:4", t["scale"])},
-        lambda t: prox_in_float64(t, {"weight": 0.4}, "1:4"),
-        lambda t: (t["weight"], 0.4, 1, 4, t["scale"]),
-        pattern="1:4",
-    ),
     "prox of a list": Case(
         "prox_nm_list_",
         lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed), "other": normal(shape, dtype, seed + 1)},
@@ -237,53 +219,15 @@ CASES = {
         lambda t: step_in_float64(t, 0.6),
         lambda t: step_arguments(t, 0.6),
     ),
-    "AdamW and prox, everything given": Case(
-        "adamw_prox_",
-        everything,
-        lambda t: step_(t, reg_lambda=0.6),
-        lambda t: step_in_float64(t, 0.6),
-        lambda t: step_arguments(t, 0.6),
-    ),
-    "mask": Case(
-        "nm_mask",
-        lambda shape, dtype, seed: {"score": hard(shape, dtype, seed)},
-        lambda t: {"mask": nm_mask(t["score"])},
-        lambda t: {"mask": mask_of(t["score"], "2:4")},
-        lambda t: (t["score"], 2, 4),
-        same_bits=True,
-    ),
-    "masked weight, scaled": Case(
-        "masked_weight_",
-        lambda shape, dtype, seed: {
-            **{"out": torch.zeros(shape, dtype=dtype), "weight": hard(shape, dtype, seed)},
-            **{"pretrained": hard(shape, dtype, seed + 1), "scale": scaling(shape, dtype)},
-        },
-        lambda t: {"out": masked_weight_(**t)},
-        lambda t: {"out": masked(t["weight"], t["pretrained"], t["scale"])},
-        lambda t: (t["out"], t["weight"], t["pretrained"], t["scale"], 2, 4),
-        same_bits=True,
-    ),
-    "masked weight, W0 and the result in bfloat16": Case(  # of a float32 weight
-        "masked_weight_",
-        lambda shape, dtype, seed: {
-            "weight": hard(shape, dtype, seed),
-            **{name: hard(shape, short(dtype), seed + 1) for name in ("out", "pretrained")},
-        },
-        lambda t: {"out": masked_weight_(**t)},
-        lambda t: {"out": masked(t["weight"], t["pretrained"])},
-        lambda t: (t["out"], t["weight"], t["pretrained"], None, 2, 4),
-        same_bits=True,
-    ),
-    "masked weight, 1:4, W0 of another dtype": Case(  # the op converts it
+    "masked weight, W0 of another dtype": Case(  # the op converts it
         "masked_weight_",
         lambda shape, dtype, seed: {
             **{"out": torch.zeros(shape, dtype=dtype), "weight": hard(shape, dtype, seed)},
             "pretrained": other_dtype(shape, dtype, seed + 1),
         },
-        lambda t: {"out": masked_weight_(**t, pattern="1:4")},
-        lambda t: {"out": masked(t["weight"], t["pretrained"].to(t["out"].dtype), pattern="1:4")},
-        lambda t: (t["out"], t["weight"], t["pretrained"], None, 1, 4),
-        pattern="1:4",
+        lambda t: {"out": masked_weight_(**t)},
+        lambda t: {"out": masked(t["weight"], t["pretrained"].to(t["out"].dtype))},
+        lambda t: (t["out"], t["weight"], t["pretrained"], None, 2, 4),
         same_bits=True,
     ),
     "pack": Case(
@@ -293,58 +237,72 @@ CASES = {
         lambda t: (
             dict(zip(("values", "indices"), x := pack.pack_nm(t["weight"]), strict=True)) | {"back": pack.unpack_nm(*x)}
         ),
-        lambda t: (t["weight"], 2, 4),
+        lambda t: (t["weight"],),
         same_bits=True,
     ),
 }
-for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights hardly differ from case to case
-    _n, _m = map(int, _pattern.split(":"))
-    _blocks = {"pattern": _pattern, "block": _m, "remainder": 2}
-    CASES |= {
-        f"prox, {_pattern}, scaled": Case(
+
+
+def cases_of(pattern: str, size: float, prox: float, step: float) -> dict[str, Case]:
+    """The cases of every pattern. size: of the weights of the prox; prox, step: lambda."""
+    n, m = map(int, pattern.split(":"))
+    blocks = {"pattern": pattern, "block": m, "remainder": 2 if m > 4 else 0}
+    return {
+        f"prox, {pattern}": Case(
             "prox_nm_",
-            lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed, 0.5), "scale": scaling(shape, dtype)},
-            lambda t, pattern=_pattern: {"weight": prox_nm_(t["weight"], 0.005, pattern, t["scale"])},
-            lambda t, pattern=_pattern: prox_in_float64(t, {"weight": 0.005}, pattern),
-            lambda t, n=_n, m=_m: (t["weight"], 0.005, n, m, t["scale"]),
-            **_blocks,
+            lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed, size)},
+            lambda t: {"weight": prox_nm_(t["weight"], prox, pattern)},
+            lambda t: prox_in_float64(t, {"weight": prox}, pattern),
+            lambda t: (t["weight"], prox, n, m),
+            **blocks,
         ),
-        f"AdamW and prox, {_pattern}": Case(
+        f"AdamW and prox, {pattern}": Case(
             "adamw_prox_",
             everything,
-            lambda t, pattern=_pattern: step_(t, reg_lambda=1e-4, pattern=pattern),
-            lambda t, pattern=_pattern: step_in_float64(t, 1e-4, pattern),
-            lambda t, n=_n, m=_m: step_arguments(t, 1e-4, n, m),
-            **_blocks,
+            lambda t: step_(t, reg_lambda=step, pattern=pattern),
+            lambda t: step_in_float64(t, step, pattern),
+            lambda t: step_arguments(t, step, n, m),
+            **blocks,
         ),
-        f"mask, {_pattern}": Case(
+        f"mask, {pattern}": Case(
             "nm_mask",
             lambda shape, dtype, seed: {"score": hard(shape, dtype, seed)},
-            lambda t, pattern=_pattern: {"mask": nm_mask(t["score"], pattern)},
-            lambda t, pattern=_pattern: {"mask": mask_of(t["score"], pattern)},
-            lambda t, n=_n, m=_m: (t["score"], n, m),
-            **_blocks,
+            lambda t: {"mask": nm_mask(t["score"], pattern)},
+            lambda t: {"mask": mask_of(t["score"], pattern)},
+            lambda t: (t["score"], n, m),
+            **blocks,
             same_bits=True,
         ),
-        f"masked weight, {_pattern}, scaled": Case(
+        f"masked weight, {pattern}, scaled": Case(
             "masked_weight_",
-            CASES["masked weight, scaled"].inputs,
-            lambda t, pattern=_pattern: {"out": masked_weight_(**t, pattern=pattern)},
-            lambda t, pattern=_pattern: {"out": masked(t["weight"], t["pretrained"], t["scale"], pattern)},
-            lambda t, n=_n, m=_m: (t["out"], t["weight"], t["pretrained"], t["scale"], n, m),
-            **_blocks,
+            lambda shape, dtype, seed: {
+                **{"out": torch.zeros(shape, dtype=dtype), "weight": hard(shape, dtype, seed)},
+                **{"pretrained": hard(shape, dtype, seed + 1), "scale": scaling(shape, dtype)},
+            },
+            lambda t: {"out": masked_weight_(**t, pattern=pattern)},
+            lambda t: {"out": masked(t["weight"], t["pretrained"], t["scale"], pattern)},
+            lambda t: (t["out"], t["weight"], t["pretrained"], t["scale"], n, m),
+            **blocks,
             same_bits=True,
         ),
-        f"masked weight, {_pattern}, in bfloat16": Case(
+        f"masked weight, {pattern}, in bfloat16": Case(  # W0 and the result of a float32 weight
             "masked_weight_",
-            CASES["masked weight, W0 and the result in bfloat16"].inputs,
-            lambda t, pattern=_pattern: {"out": masked_weight_(**t, pattern=pattern)},
-            lambda t, pattern=_pattern: {"out": masked(t["weight"], t["pretrained"], pattern=pattern)},
-            lambda t, n=_n, m=_m: (t["out"], t["weight"], t["pretrained"], None, n, m),
-            **_blocks,
+            lambda shape, dtype, seed: {
+                "weight": hard(shape, dtype, seed),
+                **{name: hard(shape, short(dtype), seed + 1) for name in ("out", "pretrained")},
+            },
+            lambda t: {"out": masked_weight_(**t, pattern=pattern)},
+            lambda t: {"out": masked(t["weight"], t["pretrained"], pattern=pattern)},
+            lambda t: (t["out"], t["weight"], t["pretrained"], None, n, m),
+            **blocks,
             same_bits=True,
         ),
     }
+
+
+CASES |= cases_of("2:4", 1.0, 0.7, 0.6)
+for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights hardly differ from case to case
+    CASES |= cases_of(_pattern, 0.5, 0.005, 1e-4)
 
 
 def on_backends(but: tuple[str, ...] = ()):

@@ -15,12 +15,12 @@ from proxsparse.ops.backends import cuda
 ZEROS = torch.zeros(1, 4)
 # What `supports` is asked of a small tensor and these arguments.
 CALLS = {
-    "prox_nm_": (1.0, 2, 4, None),
+    "prox_nm_": (1.0, 2, 4),
     "prox_nm_list_": (2, 4),
-    "adamw_prox_": (*[ZEROS] * 3, None, None, None, 3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, 0.0, 0.1, None),
+    "adamw_prox_": (*[ZEROS] * 3, None, None, 3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, None),
     "nm_mask": (2, 4),
     "masked_weight_": (ZEROS, ZEROS, None, 2, 4),
-    "pack_nm": (2, 4),
+    "pack_nm": (),
 }
 
 
@@ -44,7 +44,7 @@ def cuda_on_cpu(emulated, monkeypatch):
     gpu, extension = emulated
     monkeypatch.setattr(cuda, "_C", extension)
     monkeypatch.setattr(cuda, "_missing", None)
-    monkeypatch.setattr(cuda, "_supports", lambda tensor, n, m: None if m == 4 and n in (1, 2) else "not this pattern")
+    monkeypatch.setattr(cuda, "_supports", lambda tensor, n, m: None if (n, m) == (2, 4) else "not this pattern")
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     for name, value in {"seed": 0, "edit": lambda ptx: ptx, "launches": []}.items():
@@ -63,7 +63,7 @@ def triton_on_cpu(monkeypatch):
     from proxsparse.triton_kernels import adamw_prox, masked_weight, prox, wide_prox
 
     gpu = GPU()
-    kernels = {"prox_n4": prox, "prox_list": prox, "adamw_prox": adamw_prox, "masked_weight": masked_weight}
+    kernels = {"prox_24": prox, "prox_list": prox, "adamw_prox": adamw_prox, "masked_weight": masked_weight}
     kernels |= {"prox_wide": wide_prox}
     for name, module in kernels.items():
         monkeypatch.setattr(module, f"{name}_kernel", Kernel(gpu, getattr(module, f"{name}_kernel")))
@@ -72,7 +72,7 @@ def triton_on_cpu(monkeypatch):
         with gpu.memory(tensors):  # their addresses are in a table
             run(tensors, *arguments)
 
-    for name in ("prox_list_n4_", "adamw_prox_list_"):
+    for name in ("prox_list_24_", "adamw_prox_list_"):
         monkeypatch.setattr(triton_kernels, name, partial(with_memory, getattr(triton_kernels, name)))
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that `supports` accepts tensors of the CPU; triton has read it
     return gpu

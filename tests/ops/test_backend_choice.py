@@ -265,7 +265,7 @@ def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkey
     module = ModuleType("compiled")
     if arguments:
         signature = ", ".join(f"arg{number}: torch.Tensor" for number in range(arguments))
-        module.gemv, module.masked_weight_n4_ = SimpleNamespace(__doc__=f"gemv({signature}) -> None\n"), None
+        module.gemv, module.masked_weight_24_ = SimpleNamespace(__doc__=f"gemv({signature}) -> None\n"), None
     monkeypatch.setitem(sys.modules, "compiled", module)
     found, reason = cuda.loaded("compiled")
     if arguments == cuda.GEMV_ARGUMENTS:
@@ -283,7 +283,7 @@ def test_on_amd_triton_serves_and_no_cuda_kernel_does(monkeypatch):
     monkeypatch.setattr(cutlass, "_missing", None)
     weight, x = OnGPU(32, 64), OnGPU(8, 64)
     reason = r"NVIDIA GPUs, .* AMD GPUs \(ROCm 6.4.2\)"
-    for op, arguments in {"prox_nm_": (0.1, 2, 4, None), "prox_nm_list_": (2, 4), "pack_nm": (2, 4)}.items():
+    for op, arguments in {"prox_nm_": (0.1, 2, 4), "prox_nm_list_": (2, 4), "pack_nm": ()}.items():
         assert re.search(reason, registry.get_kernel(op, "cuda").supports(weight, *arguments)), op
     for backend in (gemv, cutlass):
         assert re.search(reason, backend._supports(x, weight)), backend

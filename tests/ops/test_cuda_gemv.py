@@ -3,9 +3,6 @@
 tests/ptx checks that every access stays within the tensors and is aligned.
 """
 
-import ctypes
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +17,6 @@ pytestmark = pytest.mark.slow  # nvcc and g++ compile for minutes
 SHAPES = [(64, 1024), (32, 320), (7, 64), (33, 576), (40, 260), (9, 12), (1, 4)]
 BITS = [16, 8, 4]
 DTYPES = [torch.bfloat16, torch.float16]
-TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]  # in the order of Dtype in csrc/calls.h
 
 
 def layer(bits, rows: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16):
@@ -51,42 +47,10 @@ def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> N
     assert ((y.double() - exact).abs() <= allowed).all()
 
 
-class GemvCall(ctypes.Structure):
-    """GemvCall in csrc/cuda/launch.h."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in ("x", "values", "indices", "bias", "y")]
-    _fields_ += [(name, ctypes.c_int) for name in ("rows", "out_features", "in_features", "x_features", "m", "dtype")]
-    _fields_ += [(name, ctypes.c_int) for name in ("warps", "splits", "tiles")]
-    _fields_ += [("dependent", ctypes.c_bool), ("codes", ctypes.c_int), ("scales", ctypes.c_void_p)]
-    _fields_ += [(name, ctypes.c_uint32) for name in ("x_blocks", "reciprocal")]
-
-
-@pytest.fixture
-def launch(cuda_on_cpu):
-    """launch(x, values, indices, scales, warps=0, splits=0, tiles=0, dependent=False) -> y, and what was launched.
-
-    That is: warps of a thread block, thread blocks, splits, dependent.
-    """
-
-    def run(x, values, indices, scales=None, warps=0, splits=0, tiles=0, dependent=False):
-        library = cuda._C.load("gemv", x, values)
-        y, pointers = x.new_empty(len(x), len(values)), [t.data_ptr() for t in (x, values, indices)]
-        codes = 0 if scales is None else 1 if values.dtype == torch.int8 else 2
-        sizes = len(x), len(values), x.shape[1], x.shape[1], 4, TYPES.index(x.dtype)
-        call = GemvCall(*pointers, 0, y.data_ptr(), *sizes, warps, splits, tiles, dependent, codes)
-        call.scales = 0 if scales is None else scales.data_ptr()
-        name = "_ZN10proxsparse3gpu11launch_gemvERKNS0_8GemvCallEP11CUstream_st"
-        with cuda_on_cpu.memory(x, values, indices, scales, y):
-            assert library[name](ctypes.byref(call), None) == 0
-        return y, launched(cuda_on_cpu)
-
-    return run
-
-
-def launched(gpu) -> tuple[int, int, int, bool]:
-    """Warps of a thread block, thread blocks, splits, dependent: of the latest launch."""
+def launched(gpu) -> tuple[int, int, int]:
+    """Warps of a thread block, thread blocks, splits: of the latest launch."""
     _, call = gpu.launches[-1]
-    return call.block[0] // 32, call.grid[0] * call.grid[1], call.cluster[1], bool(call.dependent)
+    return call.block[0] // 32, call.grid[0] * call.grid[1], call.cluster[1]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -110,34 +74,31 @@ def test_windows_of_x(m, bits, cuda_on_cpu):
         check(y, windows.expand(x, m), weight)
 
 
-@pytest.mark.parametrize(("processors", "generation"), [(1, 9), (8, 9), (132, 9), (108, 8), (148, 10)])
-def test_however_the_work_is_split(processors, generation, cuda_on_cpu, monkeypatch):
+@pytest.mark.parametrize(
+    ("processors", "generation", "parameters"),  # as `launched`, for 2 and for 16 rows of x
+    [
+        (1, 9, [(8, 2, 1), (16, 1, 1)]),
+        (8, 9, [(6, 8, 4), (12, 8, 8)]),
+        (132, 9, [(3, 16, 8), (12, 8, 8)]),
+        (108, 8, [(16, 2, 1), (16, 1, 1)]),
+        (148, 10, [(3, 16, 8), (12, 8, 8)]),
+    ],
+)
+def test_however_the_work_is_split(processors, generation, parameters, cuda_on_cpu, monkeypatch):
     """Few processors: 8 warps a thread block; many: clusters of up to 8, where the GPU has them."""
     monkeypatch.setattr(
         cuda_on_cpu, "device", cuda_on_cpu.device | {"processors": processors, "generation": generation}
     )
-    for rows in (2, 16):
+    for rows, expected in zip((2, 16), parameters, strict=True):
         x, values, indices, _, weight = layer(16, rows, 40, 5 * 1024 + 64)
         y = cuda.gemv(x, values, indices, None)
         check(y, x, weight)
+        assert launched(cuda_on_cpu) == expected
         assert torch.equal(y, cuda.gemv(x, values, indices, None))
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("tiles", [1, 2, 4])
-def test_every_launch_parameter_gives_the_same_product(tiles, bits, launch):
-    x, values, indices, scales, weight = layer(bits, 13, 150, 2 * 1024 + 320)
-    for rows, (warps, splits) in itertools.product((1, 8, 13) if bits == 16 else (13,), ((4, 8), (16, 1), (16, 2))):
-        y, parameters = launch(x[:rows], values, indices, scales, warps, splits, tiles, dependent=tiles == 2)
-        check(y, x[:rows], weight)
-        groups = 1 if rows <= 4 else 2 if rows <= 8 else 4
-        most = 8 if tiles == 4 and groups > 1 else 16  # registers
-        row_blocks = -(-150 // (8 * tiles * groups))
-        assert parameters == (min(warps, most), row_blocks * splits, splits, tiles == 2)
-
-
-def test_dependent_launch_and_clusters_only_where_the_code_has_the_instructions(launch, cuda_on_cpu, monkeypatch):
-    """A kernel without them would not wait for the one before, and y would miss the sums of other thread blocks.
+def test_clusters_only_where_the_code_has_the_instructions(cuda_on_cpu, monkeypatch):
+    """Without them, y would miss the sums of other thread blocks.
 
     Code for compute capability 8.0 on a GPU of 9.0: compiled by the driver.
     """
@@ -145,10 +106,8 @@ def test_dependent_launch_and_clusters_only_where_the_code_has_the_instructions(
     for processors, generation, code, splits in ((1, 9, 90, 1), (132, 9, 90, 8), (132, 9, 80, 1), (132, 8, 80, 1)):
         device = {"processors": processors, "generation": generation, "code": code}
         monkeypatch.setattr(cuda_on_cpu, "device", cuda_on_cpu.device | device)
-        for dependent in (False, True):
-            y, parameters = launch(x, values, indices, dependent=dependent)
-            check(y, x, weight)
-            assert parameters[2:] == (splits, dependent and code == 90)
+        check(cuda.gemv(x, values, indices, None), x, weight)
+        assert launched(cuda_on_cpu)[2] == splits
 
 
 def test_a_number_that_is_not_finite_stays_in_its_row(cuda_on_cpu):

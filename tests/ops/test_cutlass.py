@@ -15,7 +15,8 @@ import pytest
 import torch
 from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight
 from ptx.gpu import Extension, cutlass_flags
-from torch.nn.functional import linear
+from torch import Tensor
+from torch.nn.functional import linear, pad
 
 from proxsparse import SparseLinear
 from proxsparse.ops import pack_nm
@@ -24,10 +25,36 @@ from proxsparse.ops.registry import get_kernel
 from proxsparse.reference.pack import unpack_nm
 
 CHECKOUT = Path(__file__).parents[2]
+ANY_PLACES = 0x44  # places 0 and 1 of two blocks, for the padding of a tile
+
+
+def metadata_sm80(indices: Tensor) -> Tensor:
+    """uint8 indices [out_features, in_features / 8] -> the metadata of CUTLASS's kernels for sm_80, in bytes, flat.
+
+    out_features and in_features are multiples of 32. For the byte 4 c + 2 k + b of the row 32 t + 16 r + 8 h + g, the
+    order from the slowest to the fastest index is c, t, g, r, k, h, b. (In CUTLASS this is done in two steps,
+    `reorder_meta` and the layout ColumnMajorInterleaved<2>, of 16-bit elements.)
+    """
+    c, t, g, r, k, h, b = 4, 0, 3, 1, 5, 2, 6
+    return indices.view(-1, 2, 2, 8, indices.shape[1] // 4, 2, 2).permute(c, t, g, r, k, h, b).flatten()
+
+
+def metadata_sm90(indices: Tensor) -> Tensor:
+    """uint8 indices [out_features, in_features / 8] -> the metadata of CUTLASS's kernels for sm_90a, in bytes, flat.
+
+    Padded to multiples of 64 rows and 128 columns. For the byte 16 c + 4 j + 2 k + b of the row 64 t + 16 r + 8 h + g,
+    the order from the slowest to the fastest index is c, t, r, k, g, j, h, b. Tiles of 128 columns or more use it.
+    """
+    rows, columns = indices.shape
+    padded = pad(indices, (0, -columns % 16, 0, -rows % 64), value=ANY_PLACES)
+    t, r, h, g, c, j, k, b = range(8)
+    return padded.view(-1, 4, 2, 8, padded.shape[1] // 16, 4, 2, 2).permute(c, t, r, k, g, j, h, b).flatten()
+
+
 # architecture -> (equation of the metadata, shapes)
 EQUATIONS = {
-    80: (cutlass.metadata_sm80, [(32, 64), (64, 192), (96, 320), (256, 1024)]),
-    90: (cutlass.metadata_sm90, [(64, 128), (128, 384), (8, 16), (72, 144), (200, 640), (200, 1600)]),
+    80: (metadata_sm80, [(32, 64), (64, 192), (96, 320), (256, 1024)]),
+    90: (metadata_sm90, [(64, 128), (128, 384), (8, 16), (72, 144), (200, 640), (200, 1600)]),
 }
 each_form = pytest.mark.parametrize(
     ("architecture", "shape"),
@@ -68,7 +95,6 @@ def random_indices(shape, device="cpu"):
 def gpu(monkeypatch):
     """gpu(major): from then on GPUs have this compute capability; all tiles of csrc/cutlass are built."""
     tiles = SimpleNamespace(tiles=lambda: BUILT)
-    monkeypatch.setattr(cutlass, "missing", lambda: None)
     monkeypatch.setattr(cutlass, "_C", tiles)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "this GPU")
     return lambda major: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
@@ -289,7 +315,6 @@ def test_the_kernel_orders_places_as_the_equation_and_writes_nothing_else(archit
 @pytest.mark.parametrize("shape", [(72, 144), (96, 8192), (4096, 4096)], ids=str)
 @torch.no_grad()
 def test_every_tile_multiplies_and_twice_the_same(shape, layer_on_gpu, monkeypatch):
-    """In the second and third shape stream-K splits in_features."""
     layer = layer_on_gpu(*shape)
     for tile in cutlass.built_tiles(layer.values.device):
         monkeypatch.setattr(cutlass, "tile_for", lambda device, rows, tile=tile: tile)

@@ -1,47 +1,41 @@
-"""The packed form of n:4 weights, and codes of 8 and 4 bits for its values, on every backend of this machine."""
+"""The packed form of 2:4 weights, and codes of 8 and 4 bits for its values, on every backend of this machine."""
 
 import itertools
 
 import pytest
 import torch
-from ops.cases import DTYPES, bits, feasible
+from ops.cases import DTYPES, bits, each_dtype, feasible
 
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, registry, unpack_nm
-from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack, quantize
 
 OP = "pack_nm"
-PATTERNS = ["1:4", "2:4", "3:4"]
 NAN = float("nan")
-every_weight = pytest.mark.parametrize(
-    ("dtype", "pattern"), [(dtype, pattern) for dtype in DTYPES for pattern in PATTERNS], ids=str
-)
 
 
-def kept_places(block, n):
+def kept_places(block):
     """The rule, for one block of numbers: nonzero or NaN first, then -0.0, then +0.0; then the lower place."""
 
     def rank(place):
         number = block[place]
         return 0 if number != 0 else 1 if str(float(number)) == "-0.0" else 2, place
 
-    return sorted(sorted(range(4), key=rank)[:n])
+    return sorted(sorted(range(4), key=rank)[:2])
 
 
-@every_weight
-def test_every_block_of_zeros_numbers_and_nan(dtype, pattern, device, require):
-    n = NMPattern.parse(pattern).n
+@each_dtype
+def test_every_block_of_zeros_numbers_and_nan(dtype, device, require):
     blocks = torch.tensor(list(itertools.product([0.0, -0.0, -1.5, NAN], repeat=4)), dtype=dtype)
-    allowed = (blocks != 0).sum(-1) <= n
-    require("pack_nm", blocks.to(device), n, 4)
+    allowed = (blocks != 0).sum(-1) <= 2
+    require("pack_nm", blocks.to(device))
     for block in blocks[~allowed]:
-        with pytest.raises(ValueError, match=rf"1 of 1 blocks have more than {n} nonzeros, the first is block 0"):
-            pack_nm(block.to(device, copy=True), pattern)
+        with pytest.raises(ValueError, match="1 of 1 blocks have more than 2 nonzeros, the first is block 0"):
+            pack_nm(block.to(device, copy=True))
     blocks = blocks[allowed]
-    values, indices = pack_nm(blocks.to(device), pattern)
-    dense = unpack_nm(values, indices, pattern)
+    values, indices = pack_nm(blocks.to(device))
+    dense = unpack_nm(values, indices)
     for block, of_block, byte, back in zip(blocks, values, indices.tolist(), dense, strict=True):
-        places = kept_places(block.tolist(), n)
+        places = kept_places(block.tolist())
         expected = torch.zeros(4, dtype=dtype)
         expected[places] = block[places]
         assert byte == [sum(place << 2 * j for j, place in enumerate(places))]
@@ -49,11 +43,10 @@ def test_every_block_of_zeros_numbers_and_nan(dtype, pattern, device, require):
         assert torch.equal(bits(back), bits(expected))
 
 
-@every_weight
-def test_packing_matches_reference_there_and_back(dtype, pattern, device, require):
+@each_dtype
+def test_packing_matches_reference_there_and_back(dtype, device, require):
     """Any bits, every length of a row, -0.0 where there is room for it."""
-    n = NMPattern.parse(pattern).n
-    require("pack_nm", torch.zeros(1, 4, dtype=dtype, device=device), n, 4)
+    require("pack_nm", torch.zeros(1, 4, dtype=dtype, device=device))
     shapes = [
         *((3, 4 * count) for count in range(1, 35)),
         (5, 508),
@@ -65,16 +58,16 @@ def test_packing_matches_reference_there_and_back(dtype, pattern, device, requir
         (0,),
     ]
     for shape in shapes:
-        weight = feasible(shape, dtype, shape[-1], n)
-        values, indices = pack.pack_nm(weight, pattern)
-        found = pack_nm(weight.to(device), pattern)
+        weight = feasible(shape, dtype, shape[-1])
+        values, indices = pack.pack_nm(weight)
+        found = pack_nm(weight.to(device))
         assert torch.equal(bits(found[0]), bits(values)), shape
         assert torch.equal(found[1].cpu(), indices), shape
-        assert torch.equal(bits(unpack_nm(*found, pattern)), bits(pack.unpack_nm(values, indices, pattern))), shape
+        assert torch.equal(bits(unpack_nm(*found)), bits(pack.unpack_nm(values, indices))), shape
         plus = weight.where(weight != 0, 0.0)
-        assert torch.equal(bits(unpack_nm(*pack_nm(plus.to(device), pattern), pattern)), bits(plus)), shape
+        assert torch.equal(bits(unpack_nm(*pack_nm(plus.to(device)))), bits(plus)), shape
         strided = [torch.stack([part, part], -1)[..., 0] for part in found]
-        assert torch.equal(bits(unpack_nm(*strided, pattern)), bits(unpack_nm(*found, pattern))), shape
+        assert torch.equal(bits(unpack_nm(*strided)), bits(unpack_nm(*found))), shape
 
 
 def test_threads_and_repeated_memory_change_nothing(device):
@@ -220,10 +213,9 @@ def test_values_without_codes_and_damaged_codes_are_refused(call, arguments, mes
         call(*arguments)
 
 
-PACKED = {"weight": torch.zeros(3, 12), "n": 2, "values": torch.zeros(3, 6), "indices": torch.zeros(3, 2).byte()}
+PACKED = {"weight": torch.zeros(3, 12), "values": torch.zeros(3, 6), "indices": torch.zeros(3, 2).byte()}
 CODED = {"values": torch.ones(3, 8), "codes": torch.zeros(3, 8).char(), "scales": torch.zeros(3, 1)}
 UNFIT = [
-    (PACKED, {"n": 4}, "n=4: only 1:4, 2:4 and 3:4 weights can be packed"),
     (PACKED, {"weight": torch.zeros(3, 10)}, r"shape \[3, 10\]: in_features must be a multiple of 4"),
     (PACKED, {"values": torch.zeros(3, 5)}, r"values of shape \[3, 5\].*must be .* of shape \[3, 6\]"),
     (PACKED, {"values": torch.zeros(6, 3).T}, "values .* must be a contiguous Float tensor .* on cpu"),
@@ -238,6 +230,6 @@ UNFIT = [
 
 @pytest.mark.parametrize(("good", "changed", "message"), UNFIT)
 def test_the_compiled_kernels_refuse_what_does_not_fit(compiled, good, changed, message):
-    for kernel in ("pack_n4", "unpack_n4") if good is PACKED else ("quantize_nm", "dequantize_nm"):
+    for kernel in ("pack_24", "unpack_24") if good is PACKED else ("quantize_nm", "dequantize_nm"):
         with pytest.raises(ValueError, match=message):
             getattr(compiled, kernel)(**good | changed)

@@ -144,7 +144,7 @@ def test_a_fault_in_gemv_fails(fault, cuda_on_cpu):
 def test_a_missing_bound_fails(cuda_on_cpu):
     """unpack_kernel with the check for the last byte always false."""
     weight = torch.randn(3, 12).mul_(torch.tensor([1.0, 0, 1, 0] * 3)).bfloat16()
-    run = lambda: get_kernel("unpack_nm", "cuda").run(*pack.pack_nm(weight), 2, 4)  # noqa: E731
+    run = lambda: get_kernel("unpack_nm", "cuda").run(*pack.pack_nm(weight))  # noqa: E731
     assert fails(cuda_on_cpu, r"setp\.ge\.s64\s+(%p\d+), (\S+), \S+;", r"setp.ne.s64 \1, \2, \2;", run)
 
 

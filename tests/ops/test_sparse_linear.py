@@ -1,6 +1,5 @@
 """The op sparse_linear: x W^T + b on every backend against the dense product; what is refused; torch around it."""
 
-import contextlib
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quanti
 
 from proxsparse import SparseLinear
 from proxsparse.ops import choice, nm_mask, pack_nm, sparse_linear, unpack_nm
-from proxsparse.ops.backends import cpp, cuda
+from proxsparse.ops.backends import cpp
 from proxsparse.ops.registry import AUTO, get_kernel, list_backends
 from proxsparse.patterns import NMPattern
 
@@ -299,35 +298,6 @@ def test_a_replayed_call_multiplies_the_present_x(backend, rows):
         graph.replay()
         assert_as_good_as_dense(y, x, weight, bias)
         assert torch.equal(y, sparse_linear(*call))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16])
-def test_dependent_launches_change_nothing(rows):
-    """A chain of calls, each launched before the one before it has ended, at once and in a CUDA graph."""
-    values, indices = pack_nm(pruned_weight((1024, 1024), torch.bfloat16).cuda() / 16)
-    x = torch.randn(rows, 1024, device="cuda").bfloat16()
-    if reason := get_kernel("sparse_linear", "gemv").supports(x, values):
-        pytest.skip(reason)
-
-    def chain(context: contextlib.AbstractContextManager) -> torch.Tensor:
-        y = x
-        with context:
-            for _ in range(8):
-                y = sparse_linear(y, values, indices, backend="gemv")
-        return y
-
-    expected = chain(contextlib.nullcontext())
-    torch.cuda.synchronize()  # nothing may still write the weights
-    assert torch.equal(chain(cuda.dependent_launch()), expected)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = chain(cuda.dependent_launch())
-    for _ in range(20):
-        x.normal_()
-        graph.replay()
-        assert torch.equal(y, chain(contextlib.nullcontext()))
 
 
 @pytest.mark.gpu

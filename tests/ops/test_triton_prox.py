@@ -62,7 +62,7 @@ def test_a_list_with_rows_of_a_table(dtype, triton_on_cpu, monkeypatch):
     weights, reg_lambdas = [m.to(dtype).view(-1, 4) for m in memory], [0.7, 0.02, 2.0, 0.7, 0.0]
     expected = [reference.prox_nm(w.double(), x) for w, x in zip(weights, reg_lambdas, strict=True)]
     with triton_on_cpu.memory(weights):
-        prox.prox_list_n4_(weights, reg_lambdas, 2)
+        prox.prox_list_24_(weights, reg_lambdas)
     for weight, other in zip(weights, expected, strict=True):
         assert_alike(weight, other, dtype)
 
@@ -75,7 +75,7 @@ def test_weights_of_one_kind_take_one_launch(row_pieces, triton_on_cpu, monkeypa
     moved = torch.empty(3 * 272 + 1)[1:].view(3, 272)
     problems.append(problems[1] | {"weight": moved.copy_(problems[1]["weight"])})
     exact = [step_in_float64(tensors, 0.3) for tensors in problems]
-    settings = STEP | {"reg_lambda": 0.3, "pattern": "2:4", "frozen_lambda": 0.0, "frozen_eps": 0.1, "seed": None}
+    settings = STEP | {"reg_lambda": 0.3, "pattern": "2:4", "seed": None}
     steps = [settings | copied(tensors) | {"weight": tensors["weight"]} for tensors in problems]
     with use_backend("triton"):
         adamw_prox_list_(steps, [None] * len(steps))
@@ -90,17 +90,19 @@ def test_a_table_is_kept_until_something_changes(triton_on_cpu):
     for reg_lambda in (0.3, 0.3, 0.4):  # each call finds other weights in the same memory
         expected = [reference.prox_nm(weights[0].double(), reg_lambda), reference.prox_nm(weights[1].double(), 0.1)]
         with triton_on_cpu.memory(weights):
-            prox.prox_list_n4_(weights, [reg_lambda, 0.1], 2)
+            prox.prox_list_24_(weights, [reg_lambda, 0.1])
         for weight, other in zip(weights, expected, strict=True):
             assert_alike(weight, other, torch.float32)
     assert (prox.table_of.cache_info().misses, prox.table_of.cache_info().hits) == (2, 1)
 
 
 def test_an_empty_weight_launches_nothing_and_what_the_kernel_cannot_serve_is_refused(triton_on_cpu):
-    prox.prox_n4_(torch.zeros(0, 8), 0.7, 2, None)
-    for weight, n in ((torch.ones(2, 6), 2), (torch.ones(4, 8).t(), 2), (torch.tensor(1.0), 2), (torch.ones(2, 8), 3)):
-        with pytest.raises(ValueError, match=r"weight of shape|n=3"):
-            prox.prox_n4_(weight, 0.7, n, None)
+    prox.prox_24_(torch.zeros(0, 8), 0.7)
+    for weight in (torch.ones(2, 6), torch.ones(4, 8).t(), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="weight of shape"):
+            prox.prox_24_(weight, 0.7)
+    with pytest.raises(ValueError, match=r"m=5: these kernels support m in \(4, 6, 8, 10\)"):
+        prox.check_weight(torch.ones(2, 10), 5)
     with pytest.raises(ValueError, match=r"float64.*list of torch.float32"):
-        prox.prox_list_n4_([torch.ones(2, 8), torch.ones(2, 8).double()], [0.1, 0.1], 2)
+        prox.prox_list_24_([torch.ones(2, 8), torch.ones(2, 8).double()], [0.1, 0.1])
     assert triton_on_cpu.launches == []

@@ -9,51 +9,47 @@ from proxsparse.triton_kernels import adamw_prox, launch, masked_weight, prox, w
 from proxsparse.triton_kernels.wide_block import places
 
 DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-NUMBERS = ["beta1", "beta2", "eps", "frozen_lambda", "frozen_eps"]
+NUMBERS = ["beta1", "beta2", "eps"]
 
 
-def launch_of(weight, scale=None):
-    """(constants, compiler options) of the launcher for these types."""
-    weight, scaled = torch.empty(0, dtype=DTYPE[weight]), scale is not None
-    blocks = prox.blocks_per_program(weight, 0, scaled)
-    options = prox.compiler_options(prox.registers_for(weight, scaled)) | {"num_warps": prox.NUM_WARPS}
+def launch_of(weight):
+    """(constants, compiler options) of the launcher for this type."""
+    weight = torch.empty(0, dtype=DTYPE[weight])
+    blocks = prox.blocks_per_program(weight, 0)
+    options = prox.compiler_options(prox.registers_for(weight)) | {"num_warps": prox.NUM_WARPS}
     return {"BLOCKS": blocks, "PARTS": prox.parts_of_piece(blocks)}, options
 
 
-def prox_call(weight, scale, n):
+def prox_call(weight):
     """(kernel, arguments, constants, compiler options) of a launch of the prox."""
-    arguments = {"weight_ptr": f"*{weight}", "reg_lambda": "fp64", "gain": "fp64"}
-    arguments |= dict.fromkeys(("columns", "pieces", "total"), "i32")
-    arguments |= {"scale_ptr": f"*{scale}"} if scale else {}
-    constants, options = launch_of(weight, scale)
-    constants |= {"N": n} if scale else {"N": n, "scale_ptr": None}
-    return prox.prox_n4_kernel, arguments, constants, options
+    arguments = {"weight_ptr": f"*{weight}", "size": "i32", "total": "i32", "reg_lambda": "fp64"}
+    return prox.prox_24_kernel, arguments, *launch_of(weight)
 
 
-def list_call(weight, n):
+def list_call(weight):
     """The same of a list."""
     constants, options = launch_of(weight)
     constants |= {"PIECES": triton.cdiv(prox.WEIGHTS_PER_ROW, 4 * constants["BLOCKS"])}
-    constants |= {"N": n, "dtype": prox.TRITON_DTYPE[DTYPE[weight]]}
+    constants |= {"dtype": prox.TRITON_DTYPE[DTYPE[weight]]}
     return prox.prox_list_kernel, {"table_ptr": "*i64", "total": "i32"}, constants, options
 
 
-def step_call(weight, moment, given, n, gradient=None, masked=None):
-    """The same of a fused step; `given`: what else is given; n = 0: no prox; masked: the dtype of W0 under the mask."""
+def step_call(weight, moment, given, gradient=None, masked=None):
+    """The same of a fused step; `given`: what else is given; masked: the dtype of W0 under the mask."""
     arguments = dict.fromkeys(NUMBERS, "fp64") | {"table_ptr": "*i64", "row_pieces": "i32"}
     types = {"dtype": weight, "grad_dtype": gradient or weight, "moment": moment, "out_dtype": masked}
     constants = {name: type and prox.TRITON_DTYPE[DTYPE[type]] for name, type in types.items()}
-    constants |= {"MASTER": "master" in given, "FROZEN": "pretrained" in given, "SCALED": "scale" in given}
-    constants |= {"STOCHASTIC": "seed" in given, "ALIGNED": True, "PROX": n > 0, "N": n or 2, "M": 4}
+    constants |= {"MASTER": "master" in given, "SCALED": "scale" in given}
+    constants |= {"STOCHASTIC": "seed" in given, "ALIGNED": True, "PROX": True, "M": 4}
     constants |= {"BLOCKS": adamw_prox.BLOCKS_PER_PROGRAM}
     return adamw_prox.adamw_prox_kernel, arguments, constants, {"num_warps": adamw_prox.NUM_WARPS}
 
 
-def mask_call(weight, pretrained, scale, n):
+def mask_call(weight, pretrained, scale):
     """The same of W0 under a mask."""
     arguments = {"out_ptr": f"*{pretrained}", "weight_ptr": f"*{weight}", "pretrained_ptr": f"*{pretrained}"}
     arguments |= {"columns": "i32", "pieces": "i32"} | ({"scale_ptr": f"*{scale}"} if scale else {})
-    constants = {"N": n, "BLOCKS": masked_weight.BLOCKS_PER_PROGRAM, "M": 4} | ({} if scale else {"scale_ptr": None})
+    constants = {"BLOCKS": masked_weight.BLOCKS_PER_PROGRAM, "M": 4} | ({} if scale else {"scale_ptr": None})
     return masked_weight.masked_weight_kernel, arguments, constants, {"num_warps": masked_weight.NUM_WARPS}
 
 
@@ -76,40 +72,37 @@ def on_each_gpu(calls: dict) -> list:
 def wide_call(call, m):
     """The same for blocks of m = 6, 8 or 10, of which m - 2 weights are kept."""
     kernel, arguments, constants, options = call
-    return kernel, arguments, constants | {"N": m - 2, "M": m, "BLOCKS": constants["BLOCKS"] * 4 // places(m)}, options
+    return kernel, arguments, constants | {"M": m, "BLOCKS": constants["BLOCKS"] * 4 // places(m)}, options
 
 
-def wide_prox_call(weight, scale, m):
+def wide_prox_call(weight, m):
     """The same of the prox of such blocks."""
     arguments = {"weight_ptr": f"*{weight}", "unit": "fp64", "columns": "i32", "pieces": "i32"}
-    arguments |= {"scale_ptr": f"*{scale}"} if scale else {}
-    constants = {"M": m, "BLOCKS": prox.BLOCKS_PER_PART * 4 // places(m)} | ({} if scale else {"scale_ptr": None})
+    constants = {"M": m, "BLOCKS": prox.BLOCKS_PER_PART * 4 // places(m)}
     return wide_prox.prox_wide_kernel, arguments, constants, {"num_warps": prox.NUM_WARPS}
 
 
-EVERYTHING = ("master", "pretrained", "scale", "seed")
-CALLS = {f"prox {weight}": prox_call(weight, None, 2) for weight in DTYPE}
-LISTS = {f"list {weight}": list_call(weight, 2) for weight in ("fp32", "bf16")}
+EVERYTHING = ("master", "scale", "seed")
+CALLS = {f"prox {weight}": prox_call(weight) for weight in DTYPE}
+LISTS = {f"list {weight}": list_call(weight) for weight in ("fp32", "bf16")}
 STEPS = {
-    "step bf16": step_call("bf16", "fp32", ("seed",), 2),
-    "step bf16, bf16 moments": step_call("bf16", "bf16", EVERYTHING[1:], 2),
-    "step bf16, master": step_call("bf16", "fp32", EVERYTHING, 2),
-    "step fp32": step_call("fp32", "fp32", EVERYTHING[1:3], 2),
-    "step fp32, masked": step_call("fp32", "fp32", ("scale",), 2, "bf16", "bf16"),
+    "step bf16": step_call("bf16", "fp32", ("seed",)),
+    "step bf16, bf16 moments": step_call("bf16", "bf16", EVERYTHING[1:]),
+    "step bf16, master": step_call("bf16", "fp32", EVERYTHING),
+    "step fp32": step_call("fp32", "fp32", ("scale",)),
+    "step fp32, masked": step_call("fp32", "fp32", ("scale",), "bf16", "bf16"),
 }
 MASKS = {
-    "mask fp32": mask_call("fp32", "bf16", "fp32", 2),
-    "mask bf16": mask_call("bf16", "bf16", None, 2),
-    "mask 1:4": mask_call("fp32", "fp32", None, 1),
-    "mask fp64": mask_call("fp64", "fp64", "fp64", 2),
+    "mask fp32": mask_call("fp32", "bf16", "fp32"),
+    "mask bf16": mask_call("bf16", "bf16", None),
+    "mask fp64": mask_call("fp64", "fp64", "fp64"),
 }
 
 
 SIZES = (8, 6, 10)
-NARROW = {name: call for name, call in (STEPS | MASKS).items() if name != "mask 1:4"}
-WIDE = {f"{name}, blocks of {m}": wide_call(call, m) for name, call in NARROW.items() for m in SIZES}
-WIDE["step fp32, bf16 gradient"] = step_call("fp32", "fp32", EVERYTHING[2:3], 2, gradient="bf16")  # 130 registers
-WIDE |= {f"prox {dtype}, blocks of {m}": wide_prox_call(dtype, "fp32", m) for dtype in DTYPE for m in SIZES}
+WIDE = {f"{name}, blocks of {m}": wide_call(call, m) for name, call in (STEPS | MASKS).items() for m in SIZES}
+WIDE["step fp32, bf16 gradient"] = step_call("fp32", "fp32", ("scale",), gradient="bf16")  # 130 registers
+WIDE |= {f"prox {dtype}, blocks of {m}": wide_prox_call(dtype, m) for dtype in DTYPE for m in SIZES}
 
 
 @pytest.mark.parametrize(("name", "call", "capability"), on_each_gpu(WIDE))
@@ -164,5 +157,5 @@ def test_a_launch_makes_as_many_programs_as_run_at_once(monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     gpu = torch.device("cuda")
     assert launch.programs_for(gpu, 10**6, registers=128) == 132 * 16
-    assert launch.programs_for(gpu, 10**6, registers=168) == 132 * 12
+    assert launch.programs_for(gpu, 10**6, registers=255) == 132 * 8
     assert launch.programs_for(gpu, 100, registers=128) == 100

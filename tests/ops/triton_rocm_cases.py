@@ -18,15 +18,14 @@ from proxsparse.triton_kernels import formats  # noqa: E402
 
 GFX942 = GPUTarget("hip", "gfx942", 64)  # MI300; warps of 64 lanes
 CALLS = {
-    "bf16": prox_call("bf16", None, 2),
-    "fp16": prox_call("fp16", None, 2),
-    "fp32 with a scale": prox_call("fp32", "fp32", 2),
-    "fp64": prox_call("fp64", None, 2),
-    "bf16 1:4": prox_call("bf16", None, 1),
-    "a list": list_call("bf16", 2),
-    "step": step_call("bf16", "fp32", ("master", "pretrained", "scale", "seed"), 2),
-    "step, bf16 moments": step_call("bf16", "bf16", ("seed",), 2),
-    "mask": mask_call("fp32", "bf16", "fp32", 2),
+    "bf16": prox_call("bf16"),
+    "fp16": prox_call("fp16"),
+    "fp32": prox_call("fp32"),
+    "fp64": prox_call("fp64"),
+    "a list": list_call("bf16"),
+    "step": step_call("bf16", "fp32", ("master", "scale", "seed")),
+    "step, bf16 moments": step_call("bf16", "bf16", ("seed",)),
+    "mask": mask_call("fp32", "bf16", "fp32"),
 }
 
 

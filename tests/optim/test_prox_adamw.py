@@ -20,7 +20,6 @@ BF16 = torch.bfloat16
 PROX = {
     "plain": {"reg_lambda": 0.1},
     "without prox": {"reg_lambda": 0.0},
-    "1:4": {"reg_lambda": 0.1, "pattern": "1:4"},
     "4:8": {"reg_lambda": 0.5, "pattern": "4:8"},
 }
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}

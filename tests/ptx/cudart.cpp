@@ -24,12 +24,10 @@ std::map<const void*, Kernel>& kernels() {
   return all;
 }
 
-cudaError_t run(const void* function, dim3 grid, dim3 block, dim3 cluster, size_t shared, bool dependent,
-                void** arguments) {
+cudaError_t run(const void* function, dim3 grid, dim3 block, dim3 cluster, size_t shared, void** arguments) {
   const Kernel& kernel = kernels().at(function);
   if (shared > kernel.shared_allowed) return cudaErrorInvalidValue;
-  Launch call{
-      {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, {cluster.x, cluster.y, cluster.z}, u32(shared), dependent};
+  Launch call{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, {cluster.x, cluster.y, cluster.z}, u32(shared)};
   return cudaError_t(hook(kernel.name.c_str(), &call, arguments));
 }
 cudaLaunchConfig_t configured;
@@ -64,21 +62,16 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
                                cudaStream_t) {
-  return run(kernel, grid, block, dim3(), shared, false, arguments);
+  return run(kernel, grid, block, dim3(), shared, arguments);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
   dim3 cluster;
-  bool dependent = false;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     const auto& [id, pad, value] = config->attrs[i];
-    if (id == cudaLaunchAttributeClusterDimension)
-      cluster = dim3(value.clusterDim.x, value.clusterDim.y, value.clusterDim.z);
-    else if (id == cudaLaunchAttributeProgrammaticStreamSerialization)
-      dependent = value.programmaticStreamSerializationAllowed;
-    else
-      return cudaErrorInvalidValue;
+    if (id != cudaLaunchAttributeClusterDimension) return cudaErrorInvalidValue;
+    cluster = dim3(value.clusterDim.x, value.clusterDim.y, value.clusterDim.z);
   }
-  return run(function, config->gridDim, config->blockDim, cluster, config->dynamicSmemBytes, dependent, arguments);
+  return run(function, config->gridDim, config->blockDim, cluster, config->dynamicSmemBytes, arguments);
 }
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > shared_limit) return cudaErrorInvalidValue;

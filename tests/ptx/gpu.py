@@ -83,7 +83,7 @@ class Launch(ctypes.Structure):
     """Launch in launch.h."""
 
     _fields_ = [(name, ctypes.c_uint * 3) for name in ("grid", "block", "cluster")]
-    _fields_ += [(name, ctypes.c_uint) for name in ("shared", "dependent", "parameter_bytes", "tensors", "seed")]
+    _fields_ += [(name, ctypes.c_uint) for name in ("shared", "parameter_bytes", "tensors", "seed")]
     _fields_ += [(name, ctypes.c_void_p) for name in ("parameters", "bounds", "step")]
     _fields_ += [("lane_bytes", ctypes.c_ulonglong)]
 
@@ -228,7 +228,7 @@ class Extension:
         return call
 
 
-FILES = {"prox_n4_": "prox", "masked_weight_n4_": "masked_weight", "adamw_prox_": "adamw_prox", "pack_24": "pack"}
+FILES = {"prox_24_": "prox", "masked_weight_24_": "masked_weight", "adamw_prox_": "adamw_prox", "pack_24": "pack"}
 FILES |= {"unpack_24": "pack", "cutlass_metadata_": "metadata", "gemv": "gemv"}
 
 

@@ -9,7 +9,7 @@ using u32 = uint32_t;
 using u64 = uint64_t;
 
 struct Launch {
-  u32 grid[3], block[3], cluster[3], shared, dependent;  // shared: bytes, dynamic ones until gpu.py adds the others
+  u32 grid[3], block[3], cluster[3], shared;  // shared: bytes, dynamic ones until gpu.py adds the others
   u32 parameter_bytes, tensors, seed;
   const u8* parameters;
   const u64* bounds;           // of the tensors, first and end

@@ -85,7 +85,6 @@ mapa.shared::cluster.<u32>                a % kWindow + (b + 1) * kWindow
 """
 # The same for statements. With !, the thread waits, and goes on after it.
 STATEMENTS = """
-griddepcontrol.{wait,launch_dependents}          ;
 ret                                             t.state = kEnded; return;
 cp.async.commit_group                           ++t.group;
 cp.async.wait_group                             finish_copies(t, a.u32);

@@ -10,7 +10,7 @@ from ops.blocks import random_blocks
 from reference.ground_truth import objective, relative_gap
 
 from proxsparse import NMPattern
-from proxsparse.reference import frozen_penalty, nm_mask, prox_nm, reg_nm
+from proxsparse.reference import frozen_denominator, frozen_penalty, nm_mask, prox_nm, reg_nm
 
 PATTERNS = ("2:4", "1:4")  # the general solver is iterative, too slow for this many calls
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
@@ -111,3 +111,9 @@ def test_frozen_penalty_by_hand():
     for zero in (0.0, -0.0):
         weight, pretrained = torch.tensor([3.0], dtype=torch.float64), torch.tensor([zero], dtype=torch.float64)
         assert frozen_penalty(weight, pretrained, 0.5).item() == pytest.approx((3 / 0.5 * 3) ** 2)
+
+
+def test_eps_of_the_frozen_term_is_not_rounded_to_float32():
+    pretrained = torch.tensor([0.0, -0.0, 2.0, -2.0], dtype=torch.float64)
+    expected = torch.tensor([0.1, 0.1, 2.1, -2.1], dtype=torch.float64)
+    assert torch.equal(frozen_denominator(pretrained, 0.1), expected)

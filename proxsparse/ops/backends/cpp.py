@@ -7,11 +7,11 @@ from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
-from proxsparse.patterns import FAST, NMPattern
+from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.reference import pack
 from proxsparse.reference.quantize import CODES, columns, shape_of_scales
 
-NEWEST = "sparse_linear_direct"  # the function that was added last
+NEWEST = "pack_24"  # the function that was added last
 try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
     if not hasattr(_C, NEWEST):
@@ -26,54 +26,52 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
         return _missing
     if tensor.device.type != "cpu":
         return f"supports only the CPU, but the tensor is on {tensor.device}"
-    if NMPattern(n, m) not in FAST:
-        return f"supports the patterns {', '.join(map(str, FAST))}, not {n}:{m}"
+    if NMPattern(n, m) not in WINDOWED:
+        return f"supports the patterns {', '.join(map(str, WINDOWED))}, not {n}:{m}"
     return None
 
 
-@register_kernel("prox_nm_", "cpp", supports=lambda weight, reg_lambda, n, m, scale: _supports(weight, n, m))
-def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
-    if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
-        scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
-    _C.prox_nm_(weight, reg_lambda, n, m, scale)
+@register_kernel("prox_nm_", "cpp", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
+    _C.prox_nm_(weight, reg_lambda, m)
 
 
 @register_kernel("nm_mask", "cpp", supports=_supports)
 def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
     mask = torch.empty(score.shape, dtype=torch.bool)
-    _C.mask_nm(score, n, m, mask)
+    _C.mask_nm(score, m, mask)
     return mask
 
 
 @register_kernel("masked_weight_", "cpp", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
-    _C.masked_weight_nm_(out, weight, pretrained, scale, n, m)
+    _C.masked_weight_nm_(out, weight, pretrained, scale, m)
 
 
 @register_kernel("adamw_prox_", "cpp", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
-    _C.adamw_prox_(weight, grad.to(weight.dtype), *arguments)  # a copy only of a bf16 gradient of a float32 weight
+    *head, _n, m, seed = arguments
+    grad = grad.to(weight.dtype)  # a copy only of a bf16 gradient of a float32 weight
+    _C.adamw_prox_(weight, grad, *head, m, seed)
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:
-    """For a weight, values or codes; every pattern that can be packed is supported."""
+    """For a weight, values or codes."""
     return _supports(tensor, 2, 4)
 
 
 @register_kernel("pack_nm", "cpp", supports=_supports_packed)
-def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    k = weight.shape[-1] // m * n
-    values = weight.new_empty((*weight.shape[:-1], k))
-    indices = weight.new_empty((*weight.shape[:-1], -(-k // 4)), dtype=torch.uint8)
-    if not _C.pack_n4(weight, n, values, indices):
-        pack.refuse_infeasible(weight, NMPattern(n, m))
+def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = pack.empty(weight)
+    if not _C.pack_24(weight, values, indices):
+        pack.refuse_infeasible(weight, pack.PATTERN)
     return values, indices
 
 
 @register_kernel("unpack_nm", "cpp", supports=_supports_packed)
-def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
-    weight = values.new_empty((*values.shape[:-1], values.shape[-1] // n * m))
-    _C.unpack_n4(values, indices, n, weight)
+def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
+    weight = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
+    _C.unpack_24(values, indices, weight)
     return weight
 
 

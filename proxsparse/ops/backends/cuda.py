@@ -1,11 +1,7 @@
 """The CUDA kernels: the only file that imports proxsparse._C_cuda."""
 
-import contextlib
 import importlib
-import math
 import re
-from collections.abc import Iterator
-from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -13,11 +9,10 @@ from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
-from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack, windows
 from proxsparse.reference.quantize import columns
 
-GEMV_ARGUMENTS = 9  # of _C.gemv
+GEMV_ARGUMENTS = 8  # of _C.gemv
 
 
 def loaded(name: str) -> tuple[ModuleType | None, str | None]:
@@ -28,90 +23,86 @@ def loaded(name: str) -> tuple[ModuleType | None, str | None]:
         remedy = "with a CUDA build of torch and nvcc, reinstall proxsparse"
         return None, f"the compiled CUDA extension is missing ({error}); remedy: {remedy}"
     signature = getattr(getattr(extension, "gemv", None), "__doc__", None) or ""  # pybind11 names each argument there
-    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "masked_weight_n4_"):
+    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "masked_weight_24_"):
         return None, "the CUDA extension belongs to another version of proxsparse; remedy: reinstall proxsparse"
     return extension, None
 
 
 _C, _missing = loaded("proxsparse._C_cuda")
 
-_dependent: ContextVar[bool] = ContextVar("proxsparse_dependent_launch", default=False)
-
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     if tensor.device.type != "cuda":
         return f"supports only CUDA GPUs, but the tensor is on {tensor.device}"
-    if reason := rocm() or _missing:
+    if reason := missing() or too_old(tensor.device):
         return reason
-    if m != 4 or n not in (1, 2):
-        return f"supports the patterns 2:4 and 1:4, not {n}:{m}"
-    if torch.cuda.get_device_capability(tensor.device) < (8, 0):
-        return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(tensor.device)}"
-    return None
+    return None if (n, m) == (2, 4) else f"supports the pattern 2:4, not {n}:{m}"
 
 
-@register_kernel("prox_nm_", "cuda", supports=lambda weight, reg_lambda, n, m, scale: _supports(weight, n, m))
-def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
-    if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
-        scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
-    _call("prox_n4_", weight, reg_lambda, n, scale)
+@register_kernel("prox_nm_", "cuda", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
+    _call("prox_24_", weight, reg_lambda)
 
 
 @register_kernel("adamw_prox_", "cuda", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
-    *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
-    _call("adamw_prox_", weight, grad.to(weight.dtype), *head, n, frozen_lambda, frozen_eps, seed)
+    *head, _n, _m, seed = arguments
+    _call("adamw_prox_", weight, grad.to(weight.dtype), *head, seed)
 
 
 @register_kernel("masked_weight_", "cuda", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
-    _call("masked_weight_n4_", out, weight, pretrained, scale, n)
+    _call("masked_weight_24_", out, weight, pretrained, scale)
 
 
 # ------------------------------------------------------------------------------------------ packed 2:4 weights
 
 
-def _supports_packed(tensor: Tensor, n: int, m: int) -> str | None:
-    if reason := _supports(tensor, n, m) or missing():
+def _supports_packed(tensor: Tensor, *others) -> str | None:
+    if reason := _supports(tensor, 2, 4):
         return reason
-    if (n, m) != (2, 4) or tensor.element_size() not in (2, 4):
-        return f"packs 2:4 weights of 2 or 4 bytes, not {n}:{m} weights of {tensor.dtype}"
+    if tensor.element_size() not in (2, 4):
+        return f"packs weights of 2 or 4 bytes, not {tensor.dtype}"
     if tensor.data_ptr() % 16:
         return "the address of the tensor must be a multiple of 16 bytes"
     return None
 
 
 @register_kernel("pack_nm", "cuda", supports=_supports_packed)
-def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
-    values = weight.new_empty(rows, columns // 2)
-    indices = weight.new_empty((rows, -(-columns // 8)), dtype=torch.uint8)
+def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = pack.empty(weight)
     infeasible = weight.new_zeros(1, dtype=torch.int32)
-    _call("pack_24", weight.view(rows, columns), values, indices, infeasible)
+    _call("pack_24", weight, values, indices, infeasible)
     if infeasible.item():
-        pack.refuse_infeasible(weight, NMPattern(n, m))
-    leading = weight.shape[:-1]
-    return values.view(*leading, columns // 2), indices.view(*leading, indices.shape[1])
+        pack.refuse_infeasible(weight, pack.PATTERN)
+    return values, indices
 
 
-@register_kernel("unpack_nm", "cuda", supports=lambda values, indices, n, m: _supports_packed(values, n, m))
-def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
+@register_kernel("unpack_nm", "cuda", supports=_supports_packed)
+def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     weight = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
-    rows = math.prod(weight.shape[:-1])
-    matrices = (tensor.view(rows, tensor.shape[-1]) for tensor in (values, indices, weight))
-    _call("unpack_24", *matrices)
+    _call("unpack_24", values, indices, weight)
     return weight
 
 
-def rocm() -> str | None:
-    """The reason why CUDA kernels cannot be used on ROCm, where AMD GPUs also have device type "cuda"; else None."""
-    version = torch.version.hip
-    return f"supports NVIDIA GPUs, but this torch is built for AMD GPUs (ROCm {version})" if version else None
-
-
 def missing() -> str | None:
-    """The reason why these kernels cannot be used, or None."""
-    return rocm() or _missing
+    """The reason why these kernels cannot be used, or None. On ROCm, AMD GPUs also have the device type "cuda"."""
+    version = torch.version.hip
+    return f"supports NVIDIA GPUs, but this torch is built for AMD GPUs (ROCm {version})" if version else _missing
+
+
+def too_old(device: torch.device) -> str | None:
+    """The reason why no kernel can run on this GPU, or None."""
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return None
+    return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(device)}"
+
+
+def unusable(x: Tensor, values: Tensor) -> str | None:
+    """The reason why no kernel of a packed layer (gemv.py, cutlass.py) can use these tensors, or None."""
+    if x.device.type != "cuda" or values.device != x.device:
+        return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
+    return missing() or too_old(x.device)
 
 
 def gemv(
@@ -127,25 +118,8 @@ def gemv(
     if x.data_ptr() % 8:  # the kernel reads 8 bytes of x at a time; the copy of a few KB can be captured
         x = x.clone()
     y = x.new_empty(len(x), len(values))
-    _call("gemv", x, values, indices, scales, bias, y, m, _dependent.get())
+    _call("gemv", x, values, indices, scales, bias, y, m)
     return y
-
-
-@contextlib.contextmanager
-def dependent_launch() -> Iterator[None]:
-    """Within the block, `gemv` in this thread may start to load weights before the previous kernel of its stream ends.
-
-    It reads x and writes y only after the previous kernel has ended (programmatic dependent launch of CUDA; compute
-    capability 9.0 or newer, without effect on older GPUs). Replays of a CUDA graph captured in the block do the same.
-
-    The packed weights must not change meanwhile: before the block, and before replaying a graph that was captured in
-    it, wait for the kernels that write values, indices or scales (torch.cuda.synchronize).
-    """
-    token = _dependent.set(True)
-    try:
-        yield
-    finally:
-        _dependent.reset(token)
 
 
 def cutlass_metadata_(indices: Tensor, metadata: Tensor, architecture: int) -> None:

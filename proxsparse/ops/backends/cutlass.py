@@ -3,8 +3,8 @@
 They read the packed values directly, and the indices in another order, the "metadata" (E in CUTLASS). A small kernel
 computes the metadata from the indices: it reads in_features * out_features / 8 bytes and writes as many. `prepare` does
 this once; a layer with backend="cutlass" then holds the metadata, 1/8 byte per weight, 11% of the packed weight in
-bfloat16. A layer with backend="auto" computes it in every call. This file has the equations of these orders;
-csrc/cuda/metadata.cu has the fast implementation.
+bfloat16. A layer with backend="auto" computes it in every call. tests/ops/test_cutlass.py has the equations of these
+orders; csrc/cuda/metadata.cu implements them.
 
 A tile is the part of y that a thread block computes. TILES has the tile for each number of rows.
 """
@@ -13,7 +13,6 @@ import importlib
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from proxsparse.ops.backends import cuda
 from proxsparse.ops.registry import register_kernel
@@ -28,36 +27,11 @@ except ImportError as error:
         "build of torch and nvcc, reinstall proxsparse"
     )
 
-ANY_PLACES = 0x44  # places 0 and 1 of two blocks, for the padding of a tile
-# architecture -> [(most rows, tile)], with as few idle rows as possible; others not measured. The tile 128x64_streamk
-# is built as well but not chosen: it is for shapes with too few tiles for the GPU, and where it is faster is unknown.
+# architecture -> [(most rows, tile)], with as few idle rows as possible; others not measured
 TILES = {
     90: [(32, "64x32"), (128, "64x64"), (512, "128x128"), (None, "128x256")],
     80: [(128, "64x64"), (None, "128x128")],
 }
-
-
-def metadata_sm80(indices: Tensor) -> Tensor:
-    """uint8 indices [out_features, in_features / 8] -> the metadata of CUTLASS's kernels for sm_80, in bytes, flat.
-
-    out_features and in_features are multiples of 32. For the byte 4 c + 2 k + b of the row 32 t + 16 r + 8 h + g, the
-    order from the slowest to the fastest index is c, t, g, r, k, h, b. (In CUTLASS this is done in two steps,
-    `reorder_meta` and the layout ColumnMajorInterleaved<2>, of 16-bit elements.)
-    """
-    c, t, g, r, k, h, b = 4, 0, 3, 1, 5, 2, 6
-    return indices.view(-1, 2, 2, 8, indices.shape[1] // 4, 2, 2).permute(c, t, g, r, k, h, b).flatten()
-
-
-def metadata_sm90(indices: Tensor) -> Tensor:
-    """uint8 indices [out_features, in_features / 8] -> the metadata of CUTLASS's kernels for sm_90a, in bytes, flat.
-
-    Padded to multiples of 64 rows and 128 columns. For the byte 16 c + 4 j + 2 k + b of the row 64 t + 16 r + 8 h + g,
-    the order from the slowest to the fastest index is c, t, r, k, g, j, h, b. Tiles of 128 columns or more use it.
-    """
-    rows, columns = indices.shape
-    padded = functional.pad(indices, (0, -columns % 16, 0, -rows % 64), value=ANY_PLACES)
-    t, r, h, g, c, j, k, b = range(8)
-    return padded.view(-1, 4, 2, 8, padded.shape[1] // 16, 4, 2, 2).permute(c, t, r, k, g, j, h, b).flatten()
 
 
 def metadata_bytes(out_features: int, in_features: int, architecture: int) -> int:
@@ -88,15 +62,10 @@ def built_tiles(device: torch.device) -> list[str]:
 
 
 def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | None:
-    if x.device.type != "cuda" or values.device != x.device:
-        return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
-    if reason := missing():
+    if reason := cuda.unusable(x, values) or missing():
         return reason
     if x.dtype != torch.bfloat16 or values.dtype != torch.bfloat16:
         return f"supports bfloat16, not x of {x.dtype} with a weight of {values.dtype}"
-    capability = torch.cuda.get_device_capability(x.device)
-    if capability < (8, 0):
-        return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
     if reason := shape_reason(len(x), *values.shape, architecture_of(x.device)):
         return reason
     if (tile := tile_for(x.device, len(x))) not in built_tiles(x.device):

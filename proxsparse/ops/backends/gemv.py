@@ -15,18 +15,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | None:
-    if x.device.type != "cuda" or values.device != x.device:
-        return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
+    if reason := cuda.unusable(x, values):
+        return reason
     if not 1 <= len(x) <= MAX_ROWS:
         return f"supports 1 to {MAX_ROWS} rows, not {len(x)}"
     if not x.shape[1]:
         return "needs at least 4 input features"
     if x.dtype not in DTYPES or values.dtype not in (x.dtype, *CODES.values()):
         return f"supports bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
-    if reason := cuda.missing():
-        return reason
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
-        return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
     return None
 
 

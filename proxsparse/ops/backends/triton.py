@@ -10,27 +10,27 @@ from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
-from proxsparse.patterns import FAST, NMPattern
+from proxsparse.patterns import WINDOWED, NMPattern
 
 
 def _supports(weight: Tensor, n: int, m: int) -> str | None:
     if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"supports only CUDA GPUs, but the tensor is on {weight.device} (slow on a CPU: TRITON_INTERPRET=1)"
-    if NMPattern(n, m) not in FAST:
-        return f"supports the patterns {', '.join(map(str, FAST))}, not {n}:{m}"
+    if NMPattern(n, m) not in WINDOWED:
+        return f"supports the patterns {', '.join(map(str, WINDOWED))}, not {n}:{m}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; remedy: pip install triton"
     return None
 
 
-@register_kernel("prox_nm_", "triton", supports=lambda weight, reg_lambda, n, m, scale: _supports(weight, n, m))
-def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
+@register_kernel("prox_nm_", "triton", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
     from proxsparse import triton_kernels
 
     if m == 4:
-        triton_kernels.prox_n4_(weight, reg_lambda, n, scale)
+        triton_kernels.prox_24_(weight, reg_lambda)
     else:
-        triton_kernels.prox_wide_(weight, reg_lambda, m, scale)
+        triton_kernels.prox_wide_(weight, reg_lambda, m)
 
 
 @register_kernel("prox_nm_list_", "triton", supports=_supports)
@@ -38,7 +38,7 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
     from proxsparse import triton_kernels
 
     if m == 4:
-        triton_kernels.prox_list_n4_(weights, reg_lambdas, n)
+        triton_kernels.prox_list_24_(weights, reg_lambdas)
     else:  # one launch for each
         for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
             triton_kernels.prox_wide_(weight, reg_lambda, m)
@@ -64,4 +64,4 @@ def _adamw_prox_(*arguments) -> None:
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     from proxsparse import triton_kernels
 
-    triton_kernels.masked_weight_nm_(out, weight, pretrained, scale, n, m)
+    triton_kernels.masked_weight_nm_(out, weight, pretrained, scale, m)
