@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from proxsparse.data.batches import read_batches
+from proxsparse.data.sources import check_source
 from proxsparse.errors import InputError, require, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
@@ -113,6 +114,7 @@ def calibrated(options, source_headers: dict, stored: dict[str, tuple]) -> dict:
 
     The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
     """
+    check_source(options.calibrate)
     dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, (file, _) in stored.items()}
     model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes.values()))
     size = {"num_samples": options.num_samples or NUM_SAMPLES, "seq_len": options.seq_len, "window": SEQ_LEN}
