@@ -136,7 +136,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise InputError(f"--max_windows {options.max_windows}: must be at least 1, or -1 for all")
     if options.json not in (None, "-"):
         check_json_file(Path(options.json))
-    if options.tasks or options.limit is not None or options.batch_size < 1:
+    if options.limit is not None and not options.tasks:
+        raise InputError(f"--limit {options.limit}: limits the questions of --tasks; give --tasks, or leave it out")
+    if options.tasks:
         options.tasks = check_request(options.tasks, options.data_dir, options.limit, options.batch_size)
     if options.data is None:
         options.data = [] if options.tasks else ["builtin"]

@@ -235,6 +235,8 @@ def adamw_prox_list_(steps: Sequence[Step]) -> None:
     for step in steps:
         if step.reg_lambda > 0 or step.out is not None:
             check_weight(step.weight, step.m)
+            if step.n != step.m - 2:
+                raise ValueError(f"pattern {step.n}:{step.m}: must be (m - 2):m")
         if step.weight.numel():
             launches.setdefault((step.weight.device, *step.constants().items()), []).append(step)
     for (device, *constants), same in launches.items():

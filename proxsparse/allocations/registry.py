@@ -24,6 +24,7 @@ ALLOCATIONS = {
         check=check_sensitivity,
         descriptions=describe_options(sensitivity),
     ),
+    # `allocate` gives all layers the pattern of the call
     UNIFORM: Method(UNIFORM, False, False, "none: one pattern for all layers", prune=dict.fromkeys, options={}),
 }
 

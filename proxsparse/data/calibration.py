@@ -128,7 +128,8 @@ def arrays_of(batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         yield from (batches.tokens[: batches.bounds[-1]], batches.bounds, batches.order)
         yield np.array([batches.batch_size, -1 if batches.bos is None else batches.bos])
     else:
-        yield from (tensor.numpy() for batch in batches for _, tensor in sorted(batch.items()))
+        for _, tensor in chain.from_iterable(sorted(batch.items()) for batch in batches):
+            yield from (np.array(tensor.shape), tensor.numpy())
 
 
 def endless_order(count: int, seed: int) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """Untrusted YAML files of flags: only plain values are read, with limits on time and memory."""
 
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -20,10 +21,11 @@ class PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [name for name in names if names.count(name) > 1]:
+        mapping = super().construct_mapping(node, deep)
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"{twice[0]:.50} is there twice")
-        return super().construct_mapping(node, deep)
+        return mapping
 
     def whole_number(self, node: yaml.Node) -> int | str:
         if ":" in node.value:  # a pattern such as 2:4; YAML reads it to the base 60

@@ -22,6 +22,8 @@ class Method:
         patterns: layer name -> NMPattern, one for every layer
         options: see below
 
+    An allocation is one too; its `prune` returns layer name -> pattern and does not change the model.
+
     Pruned weights become +0.0; kept weights are bit-identical to before unless `updates_weights`.
     """
 

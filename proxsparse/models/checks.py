@@ -21,7 +21,7 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
         InputError: `asked` exceeds the context length or the text; the text has fewer than 2 tokens.
     """
     if text_tokens is not None and text_tokens < 2:
-        raise InputError(f"the text has {text_tokens} tokens, at least 2 are needed; give more text")
+        raise InputError(f"the evaluation text has {text_tokens} tokens, at least 2 are needed; give more text")
     positions = context_length(model)
     if asked is not None:
         if asked > positions:

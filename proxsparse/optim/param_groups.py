@@ -82,21 +82,20 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
         return
     left, tall = [], []
     for group in (group for group, given in active if not given):
-        names = group.get("param_names", [""] * len(group["params"]))
-        skip = [bool(re.search(NOT_PRUNED, name)) for name in names]
-        group["prox_skip"] = skip if any(skip) else None
-        for name, no, weight in zip(names, skip, group["params"], strict=True):
-            if no and weight.ndim >= 2:
-                left.append(name)
-            elif weight.ndim == 2 and weight.shape[0] >= TALL * weight.shape[1]:
-                tall.append(f"{name} {list(weight.shape)}".strip())
+        if names := group.get("param_names"):
+            skip = [bool(re.search(NOT_PRUNED, name)) for name in names]
+            rows = zip(names, skip, group["params"], strict=True)
+            left += [name for name, skipped, weight in rows if skipped and weight.ndim >= 2]
+            group["prox_skip"] = skip if any(skip) else None
+        else:
+            tall += [list(p.shape) for p in group["params"] if p.ndim == 2 and p.shape[0] >= TALL * p.shape[1]]
     if left:
         warnings.warn(
             f"not pruned, because of the names: {', '.join(left)}; pass model= to select layers", stacklevel=3
         )
     if tall:
         warnings.warn(
-            f"{', '.join(tall)} are pruned, which may be embeddings or an lm_head; pass "
+            f"parameters of shapes {', '.join(map(str, tall))} are pruned, which may be embeddings or an lm_head; pass "
             "model= to prune only the linear layers of the decoder blocks, or give these a group with reg_lambda=0",
             stacklevel=3,
         )

@@ -170,24 +170,25 @@ class RunArgs:
     output: OutputArgs
     hardware: HardwareArgs
     options: LearningOptions | FinetuneOptions | SimpleNamespace  # the last: of the method and the allocation
-    tuning: FinetuneOptions | None = None  # of `prune --finetune`
+    finetune: FinetuneOptions | None = None  # of `prune --finetune`
 
     @property
     def training(self) -> LoopOptions | None:
         """The options of the training; None: the run has none."""
-        return self.tuning or (self.options if isinstance(self.options, LoopOptions) else None)
+        return self.finetune or (self.options if isinstance(self.options, LoopOptions) else None)
 
     @property
     def scored_as(self) -> str:
         """The name of the saved model in the table of perplexities."""
-        return "finetune" if self.tuning else self.method
+        return "finetune" if self.finetune else self.method
 
     def flags(self) -> dict[str, object]:
         """Flag -> value, for config.yaml, result.json and the check of a resumed run."""
-        named = {"method": self.method, "allocation": self.allocation} if self.command == "prune" else {}
+        named = {"method": self.method, "allocation": self.allocation, "finetune": self.finetune is not None}
+        named = named if self.command == "prune" else {}
         for section in (self.model, self.data, self.evaluate, self.output, self.hardware, self.options):
             named |= vars(section)
-        named |= {"finetune": True, **vars(self.tuning)} if self.tuning else {}
+        named |= vars(self.finetune) if self.finetune else {}
         return {name: value for name, value in named.items() if name not in HIDDEN[self.command]}
 
     def options_of(self, row: Method) -> dict:

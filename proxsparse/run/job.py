@@ -72,7 +72,7 @@ def prune_model(run: Run) -> int:
     args, method, pattern = run.args, get_method(run.args.method), NMPattern.parse(run.args.model.pattern)
     options = args.options_of(method)
     updated = method.updates_weights and options.get("update_weights", True)
-    needs_data = method.needs_data or get_allocation(args.allocation).needs_data or args.tuning is not None
+    needs_data = method.needs_data or get_allocation(args.allocation).needs_data or args.finetune is not None
 
     model, tokenizer, layers = load(args, pattern, needs_data)
     base, already = on_rank_zero(lambda: base_identity(args.model.model, model)), pruned_layers(layers, pattern)
@@ -91,16 +91,16 @@ def prune_model(run: Run) -> int:
         pruned = method.prune(model, layers, batches, patterns, **given, **options)
         if updated:
             pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
-        if args.tuning:
+        if args.finetune:
             run.score(method.name, model)
-            before, teacher = pruned, args.model.model if args.tuning.distill else None
+            before, teacher = pruned, args.model.model if args.finetune.distill else None
             pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher)
             pruned.trained |= before.trained
 
     masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
     run.score_masks(model, pretrained, pruned)
-    figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
-    figures |= {"masks_sha256": masks_sha256(masks)}
+    digest = masks_sha256(masks)
+    figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained), "masks_sha256": digest}
     figures |= {"already_pruned": len(already)} if already else {}
     figures |= results.layer_figures(model, layers, patterns)
     return run.finish(model, pruned, batches.samples if needs_data else None, figures)
@@ -162,7 +162,7 @@ def fine_tuned(
     dense = None
     if teacher:
         dense = load_teacher(teacher, model, run.args.hardware.shard_within_node)
-        if "dense" not in run.scores:
+        if "dense" not in run.scores:  # `prune --finetune` has measured it
             run.score("dense", dense)
     return train_kept_weights(model, layers, batches, patterns, checkpoints, dense, **vars(run.args.training))
 

@@ -15,7 +15,7 @@ from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import auto_class, import_transformers, locate, one_line
 from proxsparse.models.unfold_linears import unfold_linears_
-from proxsparse.run.args import RunArgs
+from proxsparse.run.args import HIDDEN, RunArgs
 from proxsparse.runtime.device import PRECISIONS, choose_precision, free_memory
 from proxsparse.training.loss import ROWS
 from proxsparse.training.options import FinetuneOptions
@@ -212,7 +212,9 @@ def require_memory(args: RunArgs, device: torch.device, devices: int) -> None:
         if place in free and size > MARGIN * free[place]:
             raise InputError(
                 f"the run needs about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free; "
-                f"{smaller(args, devices, place, free[place])}; --plan lists what needs it"
+                f"{smaller(args, devices, place, free[place])}"
+                + "; --plan lists what needs it"
+                * ("plan" not in HIDDEN[args.command])
             )
 
 
@@ -221,11 +223,13 @@ def smaller(args: RunArgs, devices: int, place: str, free: float) -> str:
     flags, changed = [], copy.deepcopy(args)
     for section, values in SMALLER:
         options = getattr(changed, section)
-        if all(getattr(options, name) == value for name, value in values.items()):
+        if HIDDEN[args.command] & values.keys() or all(
+            getattr(options, name) == value for name, value in values.items()
+        ):
             continue
         flags += [f"--{name} {value}".removesuffix(" True") for name, value in values.items()]
         vars(options).update(values)
         size = total(Plan(changed).memory(devices)[place])
         if size <= free:
             return f"with {' '.join(flags)} it needs {size / GB:.2f} GB"
-    return "use more devices with torchrun, or a smaller model"
+    return "use a smaller model" if args.command == "prune" else "use more devices with torchrun, or a smaller model"

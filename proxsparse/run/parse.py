@@ -129,7 +129,8 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     add_flag(chooser, "finetune", bool, "")
     asked, others = chooser.parse_known_args(arguments)
     asked = (read_yaml(Path(asked.config), "--config") if "config" in asked else {}) | vars(asked)
-    method, allocation, finetune = asked.get("method"), asked.get("allocation", UNIFORM), asked.get("finetune", False)
+    method, allocation = asked.get("method"), asked.get("allocation", UNIFORM)
+    finetune = str(asked.get("finetune")).lower() == "true"  # a file may have it as text
     if finetune and method in list_methods() and "learning_rate" in get_method(method).options:  # trains by itself
         raise InputError(
             f"--finetune: not with --method {method}; run proxsparse finetune on its --output_dir after it"
@@ -146,7 +147,7 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     if method not in list_methods():
         what = f"--method {method!r}: no such method" if method else "--method is missing"
         raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them")
-    given = (file_flags(given["config"], "--config", parser) if "config" in given else {}) | given
+    given = over(file_flags(given["config"], "--config", parser) if "config" in given else {}, given)
     args = checked("prune", method, allocation, given)
     rows = (get_method(method), get_allocation(allocation))
     values = {name: default for row in rows for name, default in row.options.items()} | given | vars(args.hardware)

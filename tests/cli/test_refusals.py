@@ -191,7 +191,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --device meta", "--device meta: not usable here .. --device cpu"),
     ("train --output_dir=", "--output_dir '': empty; give the name of a directory"),
     ("evaluate dense --seq_len 0", "--seq_len 0: must be at least 2"),
-    ("evaluate dense --limit -3", "--limit -3: must be at least 1"),
+    ("evaluate dense --limit 5", "--limit 5: limits the questions of --tasks; give --tasks, or leave it out"),
     ("evaluate dense --max_windows 0", "--max_windows 0"),
     ("evaluate dense --json absent/scores.jsonl", "absent/scores.jsonl .. no such folder"),
     ("evaluate dense --json directory", "--json .. exists; name a new file"),

@@ -31,7 +31,8 @@ RUNS = {
     "train paper": (train.main, [*STEPS, *PAPER.split()]),
     "finetune": (finetune.main, [*STEPS, "--packing", "false", "--held_out", "2", "--evals", "4"]),
 }
-QUICK_RUNS = ("prune sparsegpt", "train", "finetune")
+ONE_SHOT = ("prune sparsegpt", "prune mixed")
+QUICK_RUNS = ("prune sparsegpt", "prune finetune", "train", "finetune")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_killed_in_the_middle(run, arguments_of, undisturbed, command_in_child, 
         code, stderr = command_in_child(main, arguments, at_rename=(number, signal.SIGKILL))
         assert code == -signal.SIGKILL, stderr
         counts.append(len(saved(tmp_path / "run")))
-    assert counts[0] < counts[-1] or main is not prune.main
+    assert counts[0] < counts[-1] or run not in ONE_SHOT
     assert command_in_child(main, arguments)[0] == 0
     assert outcome(tmp_path / "run") == undisturbed(run)
 
@@ -164,14 +165,15 @@ def test_killed_at_every_rename(run, arguments_of, undisturbed, command_in_child
 def test_a_signal_and_a_full_disk_say_how_to_resume(run, act, arguments_of, undisturbed, command_in_child, tmp_path):
     """After a signal during mask learning and fine-tuning the model so far is saved as well."""
     main, arguments = arguments_of(run, tmp_path / "run")
-    code, stderr = command_in_child(main, arguments, at_rename=(6, act))
+    number = 9 if run == "prune finetune" else 6  # after its pruning
+    code, stderr = command_in_child(main, arguments, at_rename=(number, act))
     last = stderr.strip().splitlines()[-1]
     assert code == (2 if act == "full" else 128 + act)
     assert ("the disk is full" in last) == (act == "full")
     assert f"to resume, run the same command with --output_dir {tmp_path / 'run'} --resume_from_checkpoint last" in last
     if act == "full":
         assert saved(tmp_path / "run")
-    elif main is not prune.main:
+    elif run not in ONE_SHOT:
         assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
         assert (tmp_path / "run" / "model.safetensors").exists()
     assert command_in_child(main, [*arguments, *RESUME])[0] == 0
@@ -221,7 +223,7 @@ def stopped(arguments_of, command_in_child, tmp_path):
         ("prune sparsegpt", ["--seed", "1"], "--seed 42 (now 1); give the same, or choose another --output_dir"),
         ("prune sparsegpt", ["--damping", "0.5"], "--damping 0.01 (now 0.5)"),
         ("prune sparsegpt", ["--method", "wanda"], "--method sparsegpt (now wanda)"),
-        ("prune sparsegpt", ["--finetune"], "--finetune not set (now True)"),
+        ("prune sparsegpt", ["--finetune"], "--finetune False (now True)"),
         ("prune sparsegpt", ["--method", "proxsparse"], "the command proxsparse prune (now train)"),
         ("prune sparsegpt", ["--include", "mlp"], "--include not set (now ['mlp'])"),
         ("train", ["--learning_rate", "0.1"], "--learning_rate 0.005 (now 0.1)"),
