@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
-from proxsparse import finetune, train
+from proxsparse import finetune, prune, train
 from proxsparse.errors import InputError
 from proxsparse.io.model_files import headers
 from proxsparse.models.layers import decoder_blocks, prunable_layers
@@ -134,6 +134,9 @@ def test_a_run_that_does_not_fit_is_refused_before_it_loads(share, message, tmp_
     monkeypatch.setattr(job, "load_model", None)
     with pytest.raises(InputError, match=message):
         train.main(flags)
+    with pytest.raises(InputError) as refused:  # names no flag that this command does not have
+        prune.main(["--method", "wanda", "--finetune", *flags])
+    assert not re.search("plan|torchrun|pretrained_weights", str(refused.value))
     assert not (tmp_path / "run").exists()
 
 

@@ -12,6 +12,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import CBGenerateManager
 
+from proxsparse.models.checks import context_length
+
 REQUESTS = 8  # at a time. torch's attention on a CPU computes all queries times the cached tokens of all requests
 BATCH_TOKENS = 256  # in one pass. A longer prompt takes several, in which the answers to others go on
 PAGE_TOKENS = 32  # of the cache
@@ -71,7 +73,7 @@ class Batches(CBGenerateManager):
 
     def room(self, model) -> int:
         """The largest number of tokens of a prompt and its answer."""
-        return min(positions(model), self.cache_tokens)
+        return min(context_length(model), self.cache_tokens)
 
     def check(self, model, tokens: list[int]) -> None:
         """Raises ValueError if a prompt is empty, leaves no room for an answer, or has a token without an embedding."""
@@ -80,7 +82,7 @@ class Batches(CBGenerateManager):
             raise ValueError("the prompt is empty")
         if len(tokens) >= room:
             words = f"the server has room for {room}; raise --cache_tokens"
-            if room == positions(model):
+            if room == context_length(model):
                 words = f"the model has {room} positions; shorten it"
             raise ValueError(f"the prompt has {len(tokens)} tokens, but {words}")
         if max(tokens) >= known:  # would end the thread, and with it all requests
@@ -159,8 +161,3 @@ class Choices:
                 state._eos_token_ids.add(token)
             row[token] = torch.inf
         return scores
-
-
-def positions(model) -> float:
-    """The number of positions of the model, if it has a limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf

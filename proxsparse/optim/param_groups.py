@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxsparse.models.layers import body_weights
-from proxsparse.ops.adamw_prox import arithmetic_of
-from proxsparse.ops.prox import check_reg_lambda, in_range
+from proxsparse.ops.prox import check_reg_lambda
 from proxsparse.ops.prox_list import prox_nm_list_
 from proxsparse.patterns import NMPattern, PatternLike
-from proxsparse.reference import frozen_penalty_grad
 from proxsparse.runtime.sharding import local
 
 SETTINGS = ("reg_lambda", "pattern", "prox_step", "prox_skip")
@@ -206,19 +204,3 @@ def prox_step(strengths: list[tuple[dict, float]]) -> None:
         prox_nm_list_([local(parameter) for parameter in parameters], list(parameters.values()), pattern)
     for group, _ in strengths:
         group["prox_step"] += 1
-
-
-def check_frozen(frozen_lambda: float, frozen_eps: float) -> None:
-    """Raises ValueError for settings of the frozen-weight term that are out of range."""
-    if not in_range(frozen_lambda, 0):
-        raise ValueError(f"frozen_lambda={frozen_lambda!r} must be a finite number >= 0 (0 turns it off)")
-    if not in_range(frozen_eps, 0) or frozen_eps == 0:
-        raise ValueError(f"frozen_eps={frozen_eps!r} must be a finite number > 0, such as 0.1")
-
-
-def with_frozen_term(tensors: dict[str, Tensor], pretrained: Tensor, frozen_lambda: float, eps: float) -> Tensor:
-    """grad + lambda_2 dReg_W0/dW at the master or the weight, in the dtype of the weight."""
-    weight, arithmetic = tensors["weight"], arithmetic_of(tensors["weight"])
-    w = tensors.get("master", weight).to(arithmetic)
-    penalty = frozen_penalty_grad(w, pretrained.to(arithmetic), eps)
-    return penalty.mul_(frozen_lambda).add_(tensors["grad"]).to(weight.dtype)

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxsparse.ops.adamw_prox import check_numbers
+from proxsparse.ops.adamw_prox import arithmetic_of, check_numbers
 from proxsparse.ops.adamw_prox_list import Masked, adamw_prox_list_
+from proxsparse.ops.prox import in_range
 from proxsparse.optim import param_groups
 from proxsparse.patterns import PatternLike, check_dtype
+from proxsparse.reference import frozen_penalty_grad
 from proxsparse.runtime.sharding import local
 
 # The other keys in the groups of torch's AdamW, so that each optimizer can load the state of the other. VARIANTS select
@@ -237,7 +239,7 @@ class ProxAdamW(Optimizer):
         tensors |= {"weight": local(parameter), "grad": local(parameter.grad)}
         if frozen_lambda > 0:
             frozen = local(state["pretrained"]), frozen_lambda, group["frozen_eps"]
-            tensors["grad"] = param_groups.with_frozen_term(tensors, *frozen)
+            tensors["grad"] = with_frozen_term(tensors, *frozen)
         settings = {key: group[key] for key in ("betas", "eps", "weight_decay", "pattern")}
         seed = call_seed(group["seed"], number, step) if stochastic else None
         return tensors | settings | {"step": step, "lr": lr, "seed": seed}
@@ -268,7 +270,7 @@ class ProxAdamW(Optimizer):
         """Normalizes the group; raises ValueError for unsupported settings."""
         param_groups.check_group(group)
         check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
-        param_groups.check_frozen(group["frozen_lambda"], group["frozen_eps"])
+        check_frozen(group["frozen_lambda"], group["frozen_eps"])
         for key, value in VARIANTS.items():
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")
@@ -358,3 +360,19 @@ def mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
     return x ^ (x >> 31)
+
+
+def check_frozen(frozen_lambda: float, frozen_eps: float) -> None:
+    """Raises ValueError for settings of the frozen-weight term that are out of range."""
+    if not in_range(frozen_lambda, 0):
+        raise ValueError(f"frozen_lambda={frozen_lambda!r} must be a finite number >= 0 (0 turns it off)")
+    if not in_range(frozen_eps, 0) or frozen_eps == 0:
+        raise ValueError(f"frozen_eps={frozen_eps!r} must be a finite number > 0, such as 0.1")
+
+
+def with_frozen_term(tensors: dict[str, Tensor], pretrained: Tensor, frozen_lambda: float, eps: float) -> Tensor:
+    """grad + lambda_2 dReg_W0/dW at the master or the weight, in the dtype of the weight."""
+    weight, arithmetic = tensors["weight"], arithmetic_of(tensors["weight"])
+    w = tensors.get("master", weight).to(arithmetic)
+    penalty = frozen_penalty_grad(w, pretrained.to(arithmetic), eps)
+    return penalty.mul_(frozen_lambda).add_(tensors["grad"]).to(weight.dtype)

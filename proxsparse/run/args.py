@@ -184,8 +184,9 @@ class RunArgs:
 
     def flags(self) -> dict[str, object]:
         """Flag -> value, for config.yaml, result.json and the check of a resumed run."""
-        named = {"method": self.method, "allocation": self.allocation, "finetune": self.finetune is not None}
-        named = named if self.command == "prune" else {}
+        named = {}
+        if self.command == "prune":
+            named = {"method": self.method, "allocation": self.allocation, "finetune": self.finetune is not None}
         for section in (self.model, self.data, self.evaluate, self.output, self.hardware, self.options):
             named |= vars(section)
         named |= vars(self.finetune) if self.finetune else {}

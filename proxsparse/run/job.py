@@ -93,9 +93,9 @@ def prune_model(run: Run) -> int:
             pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
         if args.finetune:
             run.score(method.name, model)
-            before, teacher = pruned, args.model.model if args.finetune.distill else None
+            updated_weights, teacher = pruned.trained, args.model.model if args.finetune.distill else None
             pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher)
-            pruned.trained |= before.trained
+            pruned.trained |= updated_weights
 
     masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
     run.score_masks(model, pretrained, pruned)

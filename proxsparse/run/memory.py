@@ -203,18 +203,17 @@ def require_memory(args: RunArgs, device: torch.device, devices: int) -> None:
     Models that `Plan` does not know are not checked, and activations only of models like Llama.
     """
     try:
-        plan, free = Plan(args), free_memory(device)
-        needed = plan.memory(devices)
+        sizes, free = Plan(args), free_memory(device)
+        needed = sizes.memory(devices)
     except Exception:  # an unusual config, or an error that loading reports
         return
     for place, items in needed.items():
-        size = total(items) - items.get("activations", 0) * (not plan.knows_activations)
+        size = total(items) - items.get("activations", 0) * (not sizes.knows_activations)
         if place in free and size > MARGIN * free[place]:
+            plan = "" if "plan" in HIDDEN[args.command] else "; --plan lists what needs it"
             raise InputError(
                 f"the run needs about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free; "
-                f"{smaller(args, devices, place, free[place])}"
-                + "; --plan lists what needs it"
-                * ("plan" not in HIDDEN[args.command])
+                f"{smaller(args, devices, place, free[place])}{plan}"
             )
 
 
@@ -223,9 +222,8 @@ def smaller(args: RunArgs, devices: int, place: str, free: float) -> str:
     flags, changed = [], copy.deepcopy(args)
     for section, values in SMALLER:
         options = getattr(changed, section)
-        if HIDDEN[args.command] & values.keys() or all(
-            getattr(options, name) == value for name, value in values.items()
-        ):
+        given = all(getattr(options, name) == value for name, value in values.items())
+        if given or HIDDEN[args.command] & values.keys():  # no flags of this command
             continue
         flags += [f"--{name} {value}".removesuffix(" True") for name, value in values.items()]
         vars(options).update(values)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny_model, tiny_model
 
 from proxsparse import NMPattern, pack, prune
+from proxsparse.errors import InputError
 from proxsparse.finetune import main
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.loading import load_model
@@ -158,3 +159,15 @@ def test_prune_and_finetune_in_one_command_equal_the_two_commands(text_file, tmp
     assert "with admm and fine-tuned" in card
     assert "Then the model was trained while the mask was held." in card
     assert main(list(map(str, [one, *data, "--output_dir", tmp_path / "again"]))) == 0  # finds its teacher
+
+
+def test_prune_and_finetune_from_a_file(tiny_llama, text_file, tmp_path):
+    """Its flags of the training are read too; those of the command line replace the ones that exclude them."""
+    (tmp_path / "c.yaml").write_text("method: wanda\nfinetune: 'true'\nsave_steps: 3\nmax_steps: 2\neval_data: none\n")
+    flags = ["--config", tmp_path / "c.yaml", "--model", tiny_llama, "--data", text_file, *QUICK]
+    more = ["--save_minutes", "5", "--output_dir", tmp_path / "run"]
+    assert prune.main(list(map(str, [*flags, *more]))) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["steps"], result["config"]["finetune"], result["config"]["save_steps"]) == (2, True, None)
+    with pytest.raises(InputError, match="save_steps 3 and --save_minutes 5 exclude each other"):
+        prune.main(list(map(str, [*flags, *more, "--save_steps", "3", "--output_dir", tmp_path / "other"])))
