@@ -1,6 +1,7 @@
 """A live server of a tiny packed model on the loopback address, asked with the openai client."""
 
 import contextlib
+import gc
 import http.client
 import json
 import logging
@@ -55,6 +56,7 @@ def serving(log, *arguments, traceback=None):
     if (child := os.fork()) == 0:
         code = 1
         try:
+            gc.freeze()  # a collection would free process groups of earlier tests, and crash
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
             logging.raiseExceptions = False  # handlers that earlier tests left write to files that are closed
             with log.open("w", buffering=1) as file:
@@ -67,7 +69,7 @@ def serving(log, *arguments, traceback=None):
     finally:
         os.kill(child, signal.SIGINT)
         status = os.waitpid(child, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == INTERRUPTED
+    assert os.waitstatus_to_exitcode(status) == INTERRUPTED, log.read_text()
     assert "interrupted" in log.read_text()
     assert "Traceback" not in log.read_text() or (traceback and traceback in log.read_text())
 
