@@ -1,4 +1,4 @@
-"""The paper's studies, and one of fine-tuning: each is one command that writes rows and a plot. NAME comes first.
+"""The paper's studies: each is one command that writes rows and a plot. NAME comes first.
 
     python benchmarks/studies.py lambda1                            # with the demo recipe of `proxsparse train`
     python benchmarks/studies.py all --recipe smollm2-135m --data c4_train_sample.jsonl.gz --eval_data wiki.valid.raw
@@ -21,22 +21,19 @@ from lib import common, plots
 from lib.runs import NOT_SETTINGS, digest, label, quoted, run_once
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from proxsparse import finetune
 from proxsparse.errors import InputError, run_command
 from proxsparse.io.text_table import text_table
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.reference import nm_mask
-from proxsparse.run.args import SHARED, RunArgs
-from proxsparse.run.parse import finetune_args, train_args, train_parser
+from proxsparse.run.args import RunArgs
+from proxsparse.run.parse import train_args, train_parser
 from proxsparse.run.report import read_metrics
 
 # lambda_1 = infinity is the projection: the prox is 2-sparse for every block whose largest |w| is above 1.21 / lambda.
 PROJECTION = 1e9
-WINDOW = 1024  # of fine-tuning
 COLUMNS = {
     "": "{cell}",
     "perplexity": "{perplexity[proxsparse]:.5g}",
-    "then fine-tuned": "{finetuned:.5g}",
     "N:M before projection": "{feasible_share:.1%}",
     "norm gap": "{norm_gap:.4g}",
     "seconds": "{seconds:.0f}",
@@ -49,8 +46,7 @@ class Study:
     """One table or figure: a run for each value, with the settings that `settings(value, run of the flags)` adds.
 
     `fixed`: settings of all runs, unless a flag says otherwise. `curve`: what it shows over the steps (a key of
-    `CURVES`); None: it shows the final perplexity. `finetunes`: every run is followed by `proxsparse finetune` on as
-    many tokens of the same text.
+    `CURVES`); None: it shows the final perplexity.
     """
 
     title: str
@@ -59,7 +55,6 @@ class Study:
     parse: Callable[[str], object] = float
     fixed: dict[str, object] = field(default_factory=dict)
     curve: str | None = None
-    finetunes: bool = False
 
 
 def reg_lambda_name(run: RunArgs) -> str:
@@ -91,7 +86,6 @@ CELLS = ("both soft", "hard frozen weights", "hard sparsity", "both hard")
 LAMBDA_1 = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), times_reg_lambda
 LAMBDA_2 = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf), lambda value, run: {"frozen_lambda": value}
 COUNT = (lambda value, run: {"num_samples": value}), int
-DOCUMENTS, DISTILL = ((100, 200, 400, 800, 2000), *COUNT), {"distill": 0.5}
 STUDIES = {
     "constraints": Study("Hard and soft constraints (Table 3)", CELLS, hard_or_soft, one_of_the_cells, **PAPER),
     "lambda1": Study("Strength of the sparsity regularizer (Table 4)", *LAMBDA_1),
@@ -100,7 +94,6 @@ STUDIES = {
     "convergence": Study("Share of N:M blocks (Figures 1 and 4, (a) to (c))", *LAMBDA_1, curve="feasible_share"),
     "early_mask": Study("Mask bits equal to the final mask (Figures 1 and 4, (d))", *LAMBDA_1, curve="similarity"),
     "norm_gap": Study("Distance of kept weights from pretrained (Figure 2)", *LAMBDA_2, **PAPER, curve="norm_gap"),
-    "recovery": Study("Documents, then fine-tuning (not in the paper)", *DOCUMENTS, fixed=DISTILL, finetunes=True),
 }
 CURVES = {  # curve -> the [step, value] pairs of a run's folder and result.json
     "feasible_share": lambda folder, result: [[row["step"], row["feasible_share"]] for row in read_metrics(folder)],
@@ -206,8 +199,7 @@ def row_of(name: str, run: RunArgs, settings: dict[str, float], args: argparse.N
         args.output_dir / "cells" / f"{label(run.model.model)}-{digest(identity | {'hard_frozen_weights': frozen})}"
     )
     with hard_frozen_weights() if frozen else contextlib.nullcontext():
-        provenance, result = run_once(run, folder, args.again, resumes=not frozen, keep_model=study.finetunes)
-    tuned = finetuned(run, folder, result["tokens"], args.again) if study.finetunes else None
+        provenance, result = run_once(run, folder, args.again, resumes=not frozen)
     scores, curve = result["perplexity"], CURVES[study.curve](folder, result) if study.curve else []
     return provenance | {
         "study": name,
@@ -219,23 +211,8 @@ def row_of(name: str, run: RunArgs, settings: dict[str, float], args: argparse.N
         "feasible_share": result["feasible_share"],
         "norm_gap": read_metrics(folder)[-1]["norm_gap"],
         **{key: result[key] for key in ("steps", "tokens", "seconds", "masks_sha256", "warnings")},
-        **({"finetuned": tuned["perplexity"]["finetune"], "finetune_seconds": tuned["seconds"]} if tuned else {}),
         **({"curve": curve[: -1 : -(-len(curve) // CURVE_POINTS)] + curve[-1:]} if study.curve else {}),
     }
-
-
-def finetuned(run: RunArgs, folder: Path, tokens: int, again: bool) -> dict:
-    """result.json of `proxsparse finetune` on the run in the folder, with as many tokens of the same text.
-
-    They are in windows as long as those of the evaluation, at most 1,024 tokens: with short documents the weights learn
-    for short contexts.
-    """
-    shared = {name: run.flags()[name] for name in SHARED} | {"model": str(folder), "pattern": None}
-    window = min(WINDOW, run.evaluate.eval_seq_len or WINDOW)
-    text = {"packing": True, "seq_len": window, "num_samples": max(1, tokens // window)}
-    tuned = finetune_args(**shared | text)
-    finetune.complete_(tuned)
-    return run_once(tuned, folder.with_name(f"{folder.name}-finetuned"), again)[1]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import budget
 import linear_speed
 import plan_check
 import prox_speed
@@ -17,6 +18,8 @@ import torch
 from lib import common, measure, plots, random_models, shapes
 from pruned import prune_
 
+from proxsparse import finetune, prune
+from proxsparse.errors import InputError
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import choice, registry, unpack_nm
 from proxsparse.ops.registry import Kernel
@@ -46,7 +49,7 @@ SMALL = {  # script -> its flags, which may name files that `small_run` makes
 }
 SLOW = {"serve_speed", "solver_quality", "step_operations"}
 DRAWN = {"prox_speed", "linear_speed", "generate_speed", "solver_quality", "studies", "bits_quality"}
-OTHER_ROWS = {"note", "task", "curve", "finetuned", "parts"}  # fields of rows that the small runs do not have
+OTHER_ROWS = {"note", "task", "curve", "parts"}  # fields of rows that the small runs do not have
 EARLIER = {"scaling", "forward"}  # fields of rows of studies before --objective alone chose the mode
 
 
@@ -97,6 +100,26 @@ def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
     assert committed[-1].keys() - EARLIER <= set().union(*rows)
     assert printed.count("\n") > len(rows)  # a table
     assert bool(list(tmp_path.rglob("*.png"))) >= (name in DRAWN)
+
+
+def test_the_budget_of_runs_that_continue_each_other(rows_of, tmp_path, capsys):
+    model = tiny_models.save_tiny_model("llama", tmp_path / "model")
+    text = str(tiny_models.save_texts(tmp_path / "text.jsonl"))
+    shared = ["--data", text, "--eval_data", text, "--eval_seq_len", "32", "--num_samples", "4", "--device", "cpu"]
+    pruned, tuned = str(tmp_path / "pruned"), str(tmp_path / "tuned")
+    assert not prune.main(["--method", "wanda", "--model", str(model), "--output_dir", pruned, *shared])
+    assert not finetune.main([pruned, "--seq_len", "32", "--output_dir", tuned, "--distill", "0", *shared])
+    budget.main([pruned, f"{pruned}+{tuned}"])
+    alone, both = rows_of("budget")
+    assert (alone["path"], both["path"]) == ("wanda", "wanda, then finetune")
+    assert (alone["values"], both["values"]) == ("pretrained", "updated")
+    assert both["minutes"] > alone["minutes"] > 0
+    assert both["perplexity"] == budget.result_of(Path(tuned))["perplexity"]["finetune"]
+    assert both["model"] == "model"
+    assert "wanda, then finetune  updated" in capsys.readouterr().out
+    assert (tmp_path / "budget_model.png").exists()
+    with pytest.raises(InputError, match="model: not the output folder of a finished run"):
+        budget.main([str(model)])
 
 
 @pytest.mark.slow

@@ -17,9 +17,8 @@ def command(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "write_report", lambda run_dir: None)  # half of the time
     monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
     started, results = [], tmp_path / "rows.jsonl"
-    for name in ("prune", "finetune"):
-        run = getattr(runs.job, name)
-        monkeypatch.setattr(runs.job, name, lambda args, run=run: started.append(args) or run(args))
+    prune = runs.job.prune
+    monkeypatch.setattr(runs.job, "prune", lambda args: started.append(args) or prune(args))
     text, model = str(save_texts(tmp_path / "text.jsonl")), str(save_tiny_model("llama", tmp_path / "model"))
     shared = ["--model", model, "--data", text, "--eval_data", text, "--device", "cpu", "--num_samples", "8"]
     shared += ["--seq_len", "64", "--eval_seq_len", "64", "--eval_max_windows", "2", "--objective", "paper"]
@@ -51,11 +50,6 @@ def test_studies_share_runs_and_the_swept_constants_reach_the_learning(command, 
     assert command("lambda1", "--values", "1", "--seed", "1")[1] == 9
     monkeypatch.setattr(common, "commit", lambda: "b")
     assert command("lambda1", "--values", "1", "--seed", "1")[1] == 10  # what uncommitted code did is done again
-
-
-def test_recovery_fine_tunes_what_was_pruned(command):
-    found, _ = command("recovery", "--values", "8", "--objective", "masked")
-    assert found["8"]["finetuned"] != found["8"]["perplexity"]["proxsparse"]
 
 
 def test_hard_frozen_weights_keep_pretrained_values():

@@ -158,6 +158,25 @@ def bits_quality(rows: list[dict]):
     return chart(title, parts, "perplexity", (4.5, 3.6), yscale="log")
 
 
+def budget(rows: list[dict]):
+    """A line for each path: perplexity against minutes; the text is the number of samples."""
+    series: Series = {}
+    for row in rows:
+        point = row["minutes"], row["perplexity"], f"{row['samples']:,}"
+        series.setdefault(f"{row['path']}: {row['values']} values", []).append(point)
+    part = ("the numbers are samples of text", "minutes", series)
+    levels = {"dense": max(row["dense"] or 0 for row in rows) or math.nan}
+    return chart(budget_title(rows), [part], "perplexity", (7, 4), levels=levels, xscale="log", yscale="log")
+
+
+def budget_title(rows: list[dict]) -> str:
+    """Pattern, model, text and device."""
+    title = (
+        "{pattern}, {model}: perplexity on {windows} windows of {seq_len} tokens of {data}; {device}, {threads} threads"
+    )
+    return title.format_map(rows[0])
+
+
 def measured_on(row: dict) -> str:
     """Model and data of a study in one line."""
     scores = row["perplexity"]
@@ -183,8 +202,6 @@ def perplexities(rows: list[dict], title: str):
     named, found = rows[0]["study"] == "constraints", rows[0]["perplexity"]
     label, places = ("", [row["cell"] for row in rows]) if named else swept(rows)
     values = {"learned mask": [row["perplexity"]["proxsparse"] for row in rows]}
-    if "finetuned" in rows[0]:
-        values["then fine-tuned: updated weights"] = [row["finetuned"] for row in rows]
     series = {
         name: [(x, math.nan if y is None else y, number(y)) for x, y in zip(places, own, strict=True)]
         for name, own in values.items()

@@ -21,9 +21,7 @@ WEIGHTS = "model*.safetensors*"
 NOT_SETTINGS = {*NOT_REPEATED, "recipe", "save_minutes", "save_steps", "save_total_limit", "pretrained_weights"}
 
 
-def run_once(
-    args: RunArgs, folder: Path, again: bool, resumes: bool = True, keep_model: bool = False
-) -> tuple[dict, dict]:
+def run_once(args: RunArgs, folder: Path, again: bool, resumes: bool = True) -> tuple[dict, dict]:
     """The provenance and result.json of a complete run in the folder; does the run, or the rest of it, if needed.
 
     A run of code with uncommitted changes is done again at another commit. The folder keeps the masks, and the model
@@ -32,27 +30,22 @@ def run_once(
     Args:
         again: also do again what is complete.
         resumes: whether a run that was stopped is continued; else it starts again.
-        keep_model: keep the model of any run; a complete run without it is done again.
     """
     here, record = common.provenance(choose_device(args.hardware.device)), folder / PROVENANCE
     if record.exists():
         made = json.loads(record.read_text(encoding="utf-8"))
         again = again or not (is_committed(made["commit"]) or made["commit"] == here["commit"])
-        again = again or (keep_model and not list(folder.glob(WEIGHTS)))
         if not again:
             return made, result_of(folder)
     if again or not resumes:
         shutil.rmtree(folder, ignore_errors=True)
     args.output.output_dir, args.output.resume_from_checkpoint = str(folder), LAST
     record.unlink(missing_ok=True)
-    code, result = (job.finetune if args.command == "finetune" else job.prune)(args), result_of(folder)
-    if code != 0 or (
-        result["perplexity"] is None and args.evaluate.eval_data != "none"
-    ):  # Ctrl-C in the last evaluation
-        raise KeyboardInterrupt
-    if not (keep_model or result["updated"]):  # dozens of models would fill the disk
-        for weights in folder.glob(WEIGHTS):
-            weights.unlink()
+    code, result = job.prune(args), result_of(folder)
+    if code != 0 or (result["perplexity"] is None and args.evaluate.eval_data != "none"):
+        raise KeyboardInterrupt  # Ctrl-C, also in the last evaluation
+    for weights in [] if result["updated"] else folder.glob(WEIGHTS):  # dozens of models would fill the disk
+        weights.unlink()
     write_file(record, json.dumps(here).encode())
     return here, result
 
