@@ -13,10 +13,11 @@ def elementary_symmetric(x: Tensor, k: int) -> Tensor:
 
     [..., m] -> [...]; e_0 = 1, and e_k = 0 for k > m.
     """
-    polynomial = [torch.ones_like(x[..., 0])] + [torch.zeros_like(x[..., 0])] * k  # e_0 ... e_k of the prefix
+    one = x.new_ones(1, *x.shape[:-1])
+    e = torch.cat([one, x.new_zeros(k, *x.shape[:-1])])  # e_0 ... e_k of the members so far
     for member in x.unbind(-1):
-        polynomial = [polynomial[0]] + [polynomial[j] + member * polynomial[j - 1] for j in range(1, k + 1)]
-    return polynomial[k]
+        e = torch.cat([one, e[1:] + member * e[:-1]])
+    return e[k]
 
 
 def reg_nm(weight: Tensor, pattern: PatternLike = "2:4") -> Tensor:
