@@ -1,5 +1,6 @@
 """What every test gets: fixed seeds, and memory in which a forgotten write shows; and the choice of a backend."""
 
+import os
 import random
 from contextlib import ExitStack
 
@@ -9,6 +10,7 @@ import torch
 
 from proxsparse.ops import registry
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # else the client of the hub retries for half a minute
 torch.set_num_threads(1)  # tests fork: a child has none of its parent's OpenMP threads, and waits for them forever
 
 
