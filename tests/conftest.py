@@ -1,5 +1,6 @@
 """What every test gets: fixed seeds, and memory in which a forgotten write shows; and the choice of a backend."""
 
+import gc
 import os
 import random
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ import torch
 
 from proxsparse.ops import registry
 
+os.register_at_fork(after_in_child=gc.freeze)  # a fork that frees process groups of earlier tests crashes
 os.environ["HF_HUB_OFFLINE"] = "1"  # else the client of the hub retries for half a minute
 torch.set_num_threads(1)  # tests fork: a child has none of its parent's OpenMP threads, and waits for them forever
 

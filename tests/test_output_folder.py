@@ -109,14 +109,14 @@ def test_a_second_run_is_refused_until_the_first_one_dies(tmp_path):
 
 
 def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
-    start, results = FORK.Event(), FORK.Queue()
+    start, end, results = FORK.Event(), FORK.Event(), FORK.Queue()
 
     def contend():
         start.wait()
         try:
             with opened(tmp_path / "run", "train", {}):
                 results.put("in")
-                time.sleep(1)
+                end.wait(60)
         except InputError as error:
             results.put(str(error))
 
@@ -124,6 +124,7 @@ def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
         FORK.Process(target=contend, daemon=True).start()
     start.set()
     messages = [results.get(timeout=30) for _ in range(8)]
+    end.set()
     assert messages.count("in") == 1
     assert sum("another run (" in message for message in messages) == 7
 

@@ -1,7 +1,6 @@
 """A live server of a tiny packed model on the loopback address, asked with the openai client."""
 
 import contextlib
-import gc
 import http.client
 import json
 import logging
@@ -56,7 +55,6 @@ def serving(log, *arguments, traceback=None):
     if (child := os.fork()) == 0:
         code = 1
         try:
-            gc.freeze()  # a collection would free process groups of earlier tests, and crash
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
             logging.raiseExceptions = False  # handlers that earlier tests left write to files that are closed
             with log.open("w", buffering=1) as file:
