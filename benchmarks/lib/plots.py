@@ -159,22 +159,21 @@ def bits_quality(rows: list[dict]):
 
 
 def budget(rows: list[dict]):
-    """A line for each path: perplexity against minutes; the text is the number of samples."""
+    """A line for each path: perplexity against minutes; the text is the number of tokens, if the run counts them."""
     series: Series = {}
     for row in rows:
-        point = row["minutes"], row["perplexity"], f"{row['samples']:,}"
+        text = f"{row['tokens'] / 1000:,.0f}k" if row["tokens"] else ""
+        point = row["minutes"], row["perplexity"], text
         series.setdefault(f"{row['path']}: {row['values']} values", []).append(point)
-    part = ("the numbers are samples of text", "minutes", series)
     levels = {"dense": max(row["dense"] or 0 for row in rows) or math.nan}
-    return chart(budget_title(rows), [part], "perplexity", (7, 4), levels=levels, xscale="log", yscale="log")
+    part = ("", "minutes (the numbers are tokens of text)", series)
+    return chart(budget_title(rows), [part], "perplexity", (6, 4), levels=levels, xscale="log", yscale="log")
 
 
 def budget_title(rows: list[dict]) -> str:
-    """Pattern, model, text and device."""
-    title = (
-        "{pattern}, {model}: perplexity on {windows} windows of {seq_len} tokens of {data}; {device}, {threads} threads"
-    )
-    return title.format_map(rows[0])
+    """Pattern, model, text and devices."""
+    devices = " or ".join(sorted({row["device"] for row in rows}))
+    return "{pattern}, {model}; {windows} windows of {seq_len} tokens of {data}; ".format_map(rows[0]) + devices
 
 
 def measured_on(row: dict) -> str:
