@@ -47,7 +47,7 @@ SMALL = {  # script -> its flags, which may name files that `small_run` makes
     "step_operations": "--layers 1 --cases 'mixed, distill, compile'",
     "serve_speed": "--model tiny --layers 1 --batches 3 --prompts 8 --new_tokens 2 --repetitions 2 --device cpu",
 }
-SLOW = {"serve_speed", "solver_quality", "step_operations"}
+SLOW = {"bits_quality", "generate_speed", "serve_speed", "solver_quality", "step_operations"}
 DRAWN = {"prox_speed", "linear_speed", "generate_speed", "solver_quality", "studies", "bits_quality"}
 OTHER_ROWS = {"note", "task", "curve", "parts"}  # fields of rows that the small runs do not have
 EARLIER = {"scaling", "forward"}  # fields of rows of studies before --objective alone chose the mode
