@@ -5,8 +5,8 @@
 Each argument is an output folder of `proxsparse train`, `prune` or `finetune` that has measured a perplexity. The
 folders of runs that continue each other are joined by +: their minutes are added. Minutes include all evaluations.
 
-Rows are appended to results/budget.jsonl. results/budget_<model>.png shows the rows of all runs in the file that have
-the same model, pattern and text, a line for each path.
+Rows are appended to results/budget.jsonl. results/budget_<model>_<pattern>.png shows all runs in the file with the
+model, pattern and text of the first argument, a line for each path.
 """
 
 import sys
@@ -32,18 +32,18 @@ SAME = ("model", "pattern", "data", "seq_len", "windows")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Appends a row for each folder, prints all rows with the same model, pattern and text, and draws them."""
+    """Appends a row for each argument; prints and draws all rows with the model, pattern and text of the first."""
     parser = common.new_parser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="DIR[+DIR]", help="output folders of finished runs")
     rows, file = list(map(row_of, parser.parse_args(arguments).runs)), common.results_file("budget")
     common.append_rows(file, rows)
-    for kind in dict.fromkeys(tuple(map(row.get, SAME)) for row in rows):
-        same = {row["run"]: row for row in common.read_rows(file) if tuple(map(row.get, SAME)) == kind}
-        found = sorted(same.values(), key=lambda row: (row["path"], row["samples"], row["minutes"]))
-        header, cells = common.columns(COLUMNS)
-        print(f"\n{plots.budget_title(found)}\n\n{text_table(header, list(map(cells, found)))}\n")
-        suffix = "" if found[0]["pattern"] == "2:4" else f"_{found[0]['pattern'].replace(':', 'of')}"
-        plots.draw(file.with_name(f"budget_{found[0]['model']}{suffix}.png"), partial(plots.budget, found))
+    same = [row for row in common.read_rows(file) if all(row[key] == rows[0][key] for key in SAME)]
+    newest = {row["run"]: row for row in same}  # a run that is named again
+    found = sorted(newest.values(), key=lambda row: (row["path"], row["minutes"]))
+    header, cells = common.columns(COLUMNS)
+    print(f"\n{plots.budget_title(found)}\n\n{text_table(header, list(map(cells, found)))}\n")
+    picture = f"budget_{rows[0]['model']}_{rows[0]['pattern'].replace(':', 'of')}.png"
+    plots.draw(file.with_name(picture), partial(plots.budget, found))
 
 
 def row_of(folders: str) -> dict:

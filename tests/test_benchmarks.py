@@ -117,9 +117,13 @@ def test_the_budget_of_runs_that_continue_each_other(rows_of, tmp_path, capsys):
     assert both["perplexity"] == budget.result_of(Path(tuned))["perplexity"]["finetune"]
     assert both["model"] == "model"
     assert "wanda, then finetune  updated" in capsys.readouterr().out
-    assert (tmp_path / "budget_model.png").exists()
+    assert (tmp_path / "budget_model_2of4.png").exists()
     with pytest.raises(InputError, match="model: not the output folder of a finished run"):
         budget.main([str(model)])
+    unmeasured = ["--method", "magnitude", "--model", str(model), "--eval_data", "none"]
+    assert not prune.main([*unmeasured, "--output_dir", f"{pruned}-again"])
+    with pytest.raises(InputError, match="pruned-again: its perplexity was not measured; run it with --eval_data"):
+        budget.main([f"{pruned}-again"])
 
 
 @pytest.mark.slow

@@ -200,15 +200,12 @@ def perplexities(rows: list[dict], title: str):
     """
     named, found = rows[0]["study"] == "constraints", rows[0]["perplexity"]
     label, places = ("", [row["cell"] for row in rows]) if named else swept(rows)
-    values = {"learned mask": [row["perplexity"]["proxsparse"] for row in rows]}
-    series = {
-        name: [(x, math.nan if y is None else y, number(y)) for x, y in zip(places, own, strict=True)]
-        for name, own in values.items()
-    }
-    most = FAR * max((y for points in series.values() for _, y, _ in points if math.isfinite(y)), default=math.inf)
+    values = [row["perplexity"]["proxsparse"] for row in rows]
+    points = [(x, math.nan if y is None else y, number(y)) for x, y in zip(places, values, strict=True)]
+    most = FAR * max((y for _, y, _ in points if math.isfinite(y)), default=math.inf)
     known = {f"{name}: {number(found[name])}": found[name] for name in ("dense", "magnitude")}
     levels = {name: y if y <= most else math.nan for name, y in known.items() if y is not None}
-    text, part = f"{title}; {measured_on(rows[0])}", ("", label, series)
+    text, part = f"{title}; {measured_on(rows[0])}", ("", label, {"learned mask": points})
     return chart(text, [part], "perplexity", (8, 4), named, levels, yscale="linear" if named else "log")
 
 

@@ -44,8 +44,9 @@ def run_once(args: RunArgs, folder: Path, again: bool, resumes: bool = True) -> 
     code, result = job.prune(args), result_of(folder)
     if code != 0 or (result["perplexity"] is None and args.evaluate.eval_data != "none"):
         raise KeyboardInterrupt  # Ctrl-C, also in the last evaluation
-    for weights in [] if result["updated"] else folder.glob(WEIGHTS):  # dozens of models would fill the disk
-        weights.unlink()
+    if not result["updated"]:  # dozens of models would fill the disk
+        for weights in folder.glob(WEIGHTS):
+            weights.unlink()
     write_file(record, json.dumps(here).encode())
     return here, result
 

@@ -1,5 +1,7 @@
 """Odd and hostile requests to `proxsparse serve`: same ids, closed routes, foreign pages, long prompts, values."""
 
+import asyncio
+import itertools
 import os
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +122,23 @@ def test_a_body_that_is_too_long_is_not_read(server):
     for data in (body, iter([body[: 2**22], body[2**22 :]])):
         code, answer, _ = send(server, "POST", "/v1/completions", data)
         assert (code, "more than 1048576 bytes" in answer["error"]["message"]) == (413, True), answer
+
+
+def test_an_endless_body_is_read_up_to_the_limit():
+    guard = transformers_server.Guard(None, host="127.0.0.1", origins=[], body_bytes=100, tokens=1)  # no app to call
+    parts, sent = itertools.count(1), []
+
+    async def receive():
+        next(parts)
+        return {"type": "http.request", "body": b"x" * 30, "more_body": True}
+
+    async def send_message(message):
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"host", b"127.0.0.1")]}
+    asyncio.run(guard(scope, receive, send_message))
+    assert sent[0]["status"] == 413
+    assert next(parts) == 5  # four parts of 30 bytes were read
 
 
 NUMBERS = ["x", [1], {}, True, float("nan"), float("inf"), -1e300, 1e300, -(10**400), 10**400]

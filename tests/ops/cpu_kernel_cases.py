@@ -55,7 +55,7 @@ def check_prox_and_mask(dtype):
 def check_two_dropped(dtype, m, at_end):
     """Masks of the reference and an objective as good as its, in rows that end in a remainder."""
     pattern = f"{m - 2}:{m}"
-    weight = random_blocks(100, 0.7, m, m - 2, seed=30).to(dtype).view(5, -1)[:, :-2].contiguous()
+    weight = random_blocks(1000, 0.7, m, m - 2, seed=30).to(dtype).view(5, -1)[:, :-2].contiguous()
     with use_backend("cpp"):
         result = prox_nm_(fenced(weight, at_end), 0.7, pattern)
         assert torch.equal(nm_mask(fenced(weight, at_end), pattern), reference.nm_mask(weight, pattern))

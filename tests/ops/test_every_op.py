@@ -28,7 +28,7 @@ from proxsparse.reference import pack
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
 SHAPES = [(1, 4), (4,), (3, 12), (7, 276), (5, 260), (2, 3, 8), (33, 36), (130, 64), (1, 4100), (3, 14), (1, 2050)]
 EMPTY = [(0, 8), (3, 0), (0,), (2, 0, 4)]
-SIZES = (*range(1, 18), 31, 32, 33, 47, 128, 255, 1031)  # of blocks, or of numbers
+SIZES = (*range(1, 42), 128, 255, 257, 1031)  # of blocks, or of numbers
 
 
 def moved(tensors, device):
