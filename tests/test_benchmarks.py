@@ -8,6 +8,7 @@ from pathlib import Path
 
 import budget
 import linear_speed
+import own_text
 import plan_check
 import prox_speed
 import pytest
@@ -19,8 +20,10 @@ from lib import common, measure, plots, random_models, shapes
 from pruned import prune_
 
 from proxsparse import finetune, prune
+from proxsparse.data.sources import load_texts
 from proxsparse.errors import InputError
 from proxsparse.inference.linear import SparseLinear
+from proxsparse.models.loading import load_tokenizer
 from proxsparse.ops import choice, registry, unpack_nm
 from proxsparse.ops.registry import Kernel
 from proxsparse.run.args import RECIPE_NAMES
@@ -124,6 +127,22 @@ def test_the_budget_of_runs_that_continue_each_other(rows_of, tmp_path, capsys):
     assert not prune.main([*unmeasured, "--output_dir", f"{pruned}-again"])
     with pytest.raises(InputError, match="pruned-again: its perplexity was not measured; run it with --eval_data"):
         budget.main([f"{pruned}-again"])
+
+
+def test_own_text_continues_the_text(tmp_path, capsys):
+    model = tiny_models.save_tiny_model("llama", tmp_path / "model")
+    text = tiny_models.save_texts(tmp_path / "text.jsonl")
+    sizes = ["--documents", "3", "--tokens", "12", "--prompt", "5", "--batch", "2", "--device", "cpu"]
+    for name in ("one", "two"):
+        own_text.main([str(model), str(text), f"{tmp_path}/{name}.jsonl", *sizes])
+    assert "one.jsonl: 36 tokens in " in capsys.readouterr().out
+    first, second = (load_texts(f"{tmp_path}/{name}.jsonl", "train") for name in ("one", "two"))
+    assert first == second
+    tokenizer = load_tokenizer(str(model))
+    joined = "\n\n".join(load_texts(str(text), "train"))
+    prompts = [tokenizer.decode(tokenizer(sample).input_ids[:4]) for sample in first]
+    assert len(set(first)) == 3
+    assert all(prompt in joined for prompt in prompts)
 
 
 @pytest.mark.slow

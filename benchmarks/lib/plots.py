@@ -167,7 +167,7 @@ def budget(rows: list[dict]):
         series.setdefault(f"{row['path']}: {row['values']} values", []).append(point)
     levels = {"dense": max(row["dense"] or 0 for row in rows) or math.nan}
     part = ("", "minutes (the numbers are tokens of text)", series)
-    return chart(budget_title(rows), [part], "perplexity", (6, 4), levels=levels, xscale="log", yscale="log")
+    return chart(budget_title(rows), [part], "perplexity", (9, 4.5), levels=levels, xscale="log", yscale="log")
 
 
 def budget_title(rows: list[dict]) -> str:

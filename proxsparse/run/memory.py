@@ -17,7 +17,7 @@ from proxsparse.models.loading import auto_class, import_transformers, locate, o
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.run.args import HIDDEN, RunArgs
 from proxsparse.runtime.device import PRECISIONS, choose_precision, free_memory
-from proxsparse.training.loss import ROWS
+from proxsparse.training.loss import rows_at_a_time
 from proxsparse.training.options import FinetuneOptions
 
 GB, FP32, BF16 = 10**9, 4, 2
@@ -114,7 +114,8 @@ class Plan:
         kept = w * self.tokens * self.hidden if options.gradient_checkpointing else self.block_bytes(devices)
         # logits, their gradient in parts and as a whole, and the teacher's; log p, log q and their gradients in fp32
         logits = self.compute * (3 + (options.distill > 0)) * self.tokens * self.vocabulary
-        logits += 2 * FP32 * (1 + (options.distill > 0)) * min(self.tokens, ROWS) * self.vocabulary
+        rows = min(self.tokens, rows_at_a_time(self.on_gpu, self.vocabulary))
+        logits += 2 * FP32 * (1 + (options.distill > 0)) * rows * self.vocabulary
         forward = {"activations": len(self.blocks) * kept, "logits": logits}
         if not self.finetune and options.match_hidden:  # the states of the dense model, and their differences
             forward["activations"] += (w + FP32) * self.tokens * self.hidden * (len(self.blocks) - 1)

