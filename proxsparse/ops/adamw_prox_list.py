@@ -33,36 +33,48 @@ def adamw_prox_list_(steps: Sequence[dict], masked: Sequence[Masked | None]) -> 
         ValueError: as `adamw_prox_` and `masked_weight_`; nothing has changed.
         RuntimeError: as `adamw_prox_`.
     """
-    calls: list[tuple[Kernel, Arguments, Masked | None]] = []
+    calls: list[tuple[Kernel | None, Arguments, Masked | None]] = []
+    found: dict[tuple, Kernel | None] = {}  # a kernel supports a device and a pattern
     for step, target in zip(steps, masked, strict=True):
         arguments = checked(**step)
         if target:
             check_masked(target.out, arguments.weight, target.pretrained, target.scale, step["pattern"])
-        calls.append((select("adamw_prox_", *arguments), arguments, target))
+        kind = arguments.weight.device, arguments.reg_lambda > 0, arguments.n, arguments.m, target is None
+        if kind not in found:
+            found[kind] = list_kernel(arguments, target)
+        calls.append((found[kind] if fits_list(arguments, target) else None, arguments, target))
     launches: dict[Kernel, list[tuple]] = {}
+    changed: list[Tensor | None] = []
     for kernel, arguments, target in calls:
-        if kernel.run_list and fits_list(kernel, arguments, target):
+        if kernel:
             launches.setdefault(kernel, []).append((*arguments, *(target or ())[:2]))
-            changed = (arguments.weight, *arguments[2:5], target and target.out)
-            for tensor in (tensor for tensor in changed if tensor is not None):
-                torch.autograd.graph.increment_version(tensor)  # autograd does not see writes of kernels
+            changed += [arguments.weight, *arguments[2:5], target and target.out]
             continue
         torch.ops.proxsparse.adamw_prox_(*arguments)
         if target:
             mask = (target.out, arguments.weight, target.pretrained, target.scale, arguments.n, arguments.m)
             torch.ops.proxsparse.masked_weight_(*mask)
+    # autograd does not see writes of kernels
+    torch.autograd.graph.increment_version([tensor for tensor in changed if tensor is not None])
     for kernel, group in launches.items():
         kernel.run_list(group)
 
 
-def fits_list(kernel: Kernel, arguments: Arguments, target: Masked | None) -> bool:
-    """Whether all tensors are as the kernels need them: none has to be copied before or after the launch."""
-    weight, scale, n, m = arguments.weight, arguments.scale, arguments.n, arguments.m
+def list_kernel(arguments: Arguments, target: Masked | None) -> Kernel | None:
+    """The kernel that runs many such calls in few launches, or None. Raises the RuntimeError of `select`."""
+    kernel = select("adamw_prox_", *arguments)
     if target is not None:
-        mask = (target.out, weight, target.pretrained, scale, n, m)
-        one_pass = target.out.dtype == target.pretrained.dtype and target.scale is scale
-        if not one_pass or select("masked_weight_", *mask).backend != kernel.backend:
-            return False
+        mask = (target.out, arguments.weight, target.pretrained, target.scale, arguments.n, arguments.m)
+        if select("masked_weight_", *mask).backend != kernel.backend:
+            return None
+    return kernel if kernel.run_list else None
+
+
+def fits_list(arguments: Arguments, target: Masked | None) -> bool:
+    """Whether all tensors are as the kernels need them: none has to be copied before or after the launch."""
+    weight, scale, m = arguments.weight, arguments.scale, arguments.m
+    if target is not None and not (target.out.dtype == target.pretrained.dtype and target.scale is scale):
+        return False
     blocks = target is not None or arguments.reg_lambda > 0
     whole = not blocks or m != 4 or weight.shape[-1] % 4 == 0
     in_arithmetic = scale is None or scale.dtype == arithmetic_of(weight)

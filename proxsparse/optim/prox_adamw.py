@@ -11,7 +11,7 @@ from proxsparse.ops.adamw_prox import arithmetic_of, check_numbers
 from proxsparse.ops.adamw_prox_list import Masked, adamw_prox_list_
 from proxsparse.ops.prox import in_range
 from proxsparse.optim import param_groups
-from proxsparse.patterns import PatternLike, check_dtype
+from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 from proxsparse.reference import frozen_penalty_grad
 from proxsparse.runtime.sharding import local
 
@@ -219,13 +219,15 @@ class ProxAdamW(Optimizer):
         `first` is the number of the first parameter, over all groups.
         """
         pruned, scale, steps = set(param_groups.pruned_parameters(group)), group["prox_scale"], {}
+        pattern = NMPattern.parse(group["pattern"])
         for number, parameter in enumerate(group["params"], first):
             if parameter.grad is not None:
                 prox, frozen_lambda = WITHOUT_PROX, 0.0
                 scale = None if scale is None else scale.to(parameter.device)
                 if parameter in pruned:
                     prox, frozen_lambda = {"reg_lambda": reg_lambda, "scale": scale}, group["frozen_lambda"]
-                step = self._step_of_parameter(parameter, number, group, lr, frozen_lambda) | prox
+                step = self._step_of_parameter(parameter, number, group, lr, frozen_lambda)
+                step |= prox | {"pattern": pattern}
                 out = self.masked.get(parameter)
                 steps[parameter] = step, out and Masked(*map(local, out), scale)
         return steps
@@ -240,7 +242,7 @@ class ProxAdamW(Optimizer):
         if frozen_lambda > 0:
             frozen = local(state["pretrained"]), frozen_lambda, group["frozen_eps"]
             tensors["grad"] = with_frozen_term(tensors, *frozen)
-        settings = {key: group[key] for key in ("betas", "eps", "weight_decay", "pattern")}
+        settings = {key: group[key] for key in ("betas", "eps", "weight_decay")}
         seed = call_seed(group["seed"], number, step) if stochastic else None
         return tensors | settings | {"step": step, "lr": lr, "seed": seed}
 
