@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     common.append_rows(file, rows)
     same = [row for row in common.read_rows(file) if all(row[key] == rows[0][key] for key in SAME)]
     newest = {row["run"]: row for row in same}  # a run that is named again
-    found = sorted(newest.values(), key=lambda row: (row["path"], row["minutes"]))
+    found = sorted(newest.values(), key=lambda row: (row["path"], row["tokens"] or 0))
     header, cells = common.columns(COLUMNS)
     print(f"\n{plots.budget_title(found)}\n\n{text_table(header, list(map(cells, found)))}\n")
     picture = f"budget_{rows[0]['model']}_{rows[0]['pattern'].replace(':', 'of')}.png"

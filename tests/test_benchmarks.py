@@ -129,19 +129,23 @@ def test_the_budget_of_runs_that_continue_each_other(rows_of, tmp_path, capsys):
         budget.main([f"{pruned}-again"])
 
 
-def test_own_text_continues_the_text(tmp_path, capsys):
-    model = tiny_models.save_tiny_model("llama", tmp_path / "model")
-    text = tiny_models.save_texts(tmp_path / "text.jsonl")
-    sizes = ["--documents", "3", "--tokens", "12", "--prompt", "5", "--batch", "2", "--device", "cpu"]
-    for name in ("one", "two"):
-        own_text.main([str(model), str(text), f"{tmp_path}/{name}.jsonl", *sizes])
-    assert "one.jsonl: 36 tokens in " in capsys.readouterr().out
-    first, second = (load_texts(f"{tmp_path}/{name}.jsonl", "train") for name in ("one", "two"))
-    assert first == second
-    tokenizer = load_tokenizer(str(model))
-    joined = "\n\n".join(load_texts(str(text), "train"))
-    prompts = [tokenizer.decode(tokenizer(sample).input_ids[:4]) for sample in first]
-    assert len(set(first)) == 3
+def test_own_text_is_drawn_from_the_distribution_of_the_model(tmp_path, capsys):
+    """Whatever settings of generation the model has: none of them, and no end of text, changes or ends it."""
+    text, model = (
+        tiny_models.save_texts(tmp_path / "text.jsonl"),
+        tiny_models.save_tiny_model("llama", tmp_path / "model"),
+    )
+    sizes, drawn = ["--documents", "3", "--tokens", "12", "--prompt", "5", "--batch", "2", "--device", "cpu"], []
+    settings = {"temperature": 0.01, "top_p": 0.1, "repetition_penalty": 1.5, "eos_token_id": list(range(20))}
+    for each in ({}, settings):
+        (model / "generation_config.json").write_text(json.dumps(each))
+        own_text.main([str(model), str(text), f"{tmp_path}/own.jsonl", *sizes])
+        drawn.append(load_texts(f"{tmp_path}/own.jsonl", "train"))
+    assert "own.jsonl: 36 tokens in " in capsys.readouterr().out
+    assert drawn[0] == drawn[1]
+    tokenizer, joined = load_tokenizer(str(model)), "\n\n".join(load_texts(str(text), "train"))
+    prompts = [tokenizer.decode(tokenizer(sample).input_ids[:5]) for sample in drawn[0]]
+    assert len(set(drawn[0])) == 3
     assert all(prompt in joined for prompt in prompts)
 
 

@@ -12,9 +12,10 @@ from tiny_models import PADDED, tiny_model
 from proxsparse import prune_
 from proxsparse.errors import InputError
 from proxsparse.models.layers import prunable_layers
+from proxsparse.training import loss
 from proxsparse.training.learnable_layer import dense, make_learnable_layers
 from proxsparse.training.loop import switch_checkpointing
-from proxsparse.training.loss import hidden_error, training_loss
+from proxsparse.training.loss import hidden_error, rows_at_a_time, training_loss
 
 
 @pytest.fixture
@@ -62,6 +63,13 @@ def test_the_divergence_is_that_of_the_whole_distribution(teacher, distill, at_o
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model.lm_head.weight.grad, gradient, rtol=1e-4, atol=1e-6)
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_a_gpu_gets_as_many_rows_at_a_time_as_fit():
+    rows = rows_at_a_time(True, 49152)
+    assert rows > loss.ROWS
+    assert rows * 4 * 49152 <= loss.GPU_BYTES < (rows + 1) * 4 * 49152
+    assert rows_at_a_time(True, 10**8) == rows_at_a_time(False, 49152) == loss.ROWS
 
 
 def test_the_error_is_the_mean_of_the_logarithms_of_one_plus_the_relative_errors_of_the_real_tokens():

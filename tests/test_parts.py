@@ -164,6 +164,18 @@ def test_monitor_takes_mixed_patterns_and_stacks_of_weights():
     assert MaskMonitor([two], steps=1).observe(1)["norm_gap"] == 0.0, "not 0 / 0"
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_monitor_takes_layers_with_and_without_scale_and_masks(order):
+    def layer(scaled: bool, masked: bool) -> LearnableLayer:
+        linear, scale = torch.nn.Linear(8, 2, bias=False), torch.rand(8) + 0.1 if scaled else None
+        weight = torch.nn.Parameter(torch.randn(2, 8)) if masked else linear.weight
+        return LearnableLayer(linear if masked else None, weight, torch.randn(2, 8), scale, NMPattern(2, 4))
+
+    kinds = [layer(True, True), layer(False, True), layer(True, False)]
+    learned = [kinds[index] for index in order]
+    assert torch.equal(MaskMonitor(learned, 1).mask, torch.cat([each.mask().flatten() for each in learned]))
+
+
 def test_masks_round_trip_and_are_checked_against_their_own_patterns(tmp_path):
     file, masks = tmp_path / "masks.safetensors", {"a.b": nm_mask(torch.rand(3, 12)), "c": nm_mask(torch.rand(5, 20))}
     masks["d"] = nm_mask(torch.rand(2, 8), NMPattern(1, 4))  # 12 and 20 are not multiples of 8

@@ -34,15 +34,15 @@ def adamw_prox_list_(steps: Sequence[dict], masked: Sequence[Masked | None]) -> 
         RuntimeError: as `adamw_prox_`.
     """
     calls: list[tuple[Kernel | None, Arguments, Masked | None]] = []
-    found: dict[tuple, Kernel | None] = {}  # a kernel supports a device and a pattern
+    found: dict[tuple, Kernel | None] = {}  # whether a kernel supports a call depends on device and pattern
     for step, target in zip(steps, masked, strict=True):
         arguments = checked(**step)
         if target:
             check_masked(target.out, arguments.weight, target.pretrained, target.scale, step["pattern"])
-        kind = arguments.weight.device, arguments.reg_lambda > 0, arguments.n, arguments.m, target is None
-        if kind not in found:
-            found[kind] = list_kernel(arguments, target)
-        calls.append((found[kind] if fits_list(arguments, target) else None, arguments, target))
+        key = arguments.weight.device, arguments.reg_lambda > 0, arguments.n, arguments.m, target is None
+        if key not in found:
+            found[key] = list_kernel(arguments, target)
+        calls.append((found[key] if fits_list(arguments, target) else None, arguments, target))
     launches: dict[Kernel, list[tuple]] = {}
     changed: list[Tensor | None] = []
     for kernel, arguments, target in calls:

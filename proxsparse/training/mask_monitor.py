@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from proxsparse.patterns import NMPattern
 from proxsparse.reference import mask_score, nm_mask
 from proxsparse.runtime.sharding import first_row, local, sum_of_shards
 from proxsparse.training.learnable_layer import LearnableLayer
@@ -16,37 +15,36 @@ SNAPSHOTS = 20
 
 
 class LayersSample:
-    """Evenly spaced blocks of the layers of one pattern, [blocks, m], all on one device.
+    """Evenly spaced blocks of layers of one kind (pattern, scaled, masked), [blocks, m], all on one device.
 
     Every process of a sharded model holds the whole sample.
     """
 
-    def __init__(self, pattern: NMPattern, layers: list[LearnableLayer]):
-        self.pattern, self.layers, self.first = pattern, layers, layers[0].weight
+    def __init__(self, layers: list[LearnableLayer]):
+        self.layers, self.pattern, self.first = layers, layers[0].pattern, layers[0].weight
         self.device = local(self.first).device
-        sizes, heres, self.places = zip(*map(sampled_places, layers), strict=True)
-        starts = [0, *itertools.accumulate(sizes)]
-        self.size = starts[-1]
-        here = torch.cat([start + index for start, index in zip(starts, heres, strict=False)])
-        self.here = None if len(here) == self.size else here.to(self.device)
-        scaled = layers[0].scale is not None  # all or none
-        self.scale = self.taken(each.scale.expand(each.pretrained.shape) for each in layers) if scaled else None
-        self.pretrained = self.taken(each.own_pretrained() for each in layers)
+        sizes, indices, self.places = zip(*map(sampled_places, layers), strict=True)
+        starts, self.size = itertools.accumulate(sizes, initial=0), sum(sizes)
+        index = torch.cat([start + own for start, own in zip(starts, indices, strict=False)])
+        self.index = None if len(index) == self.size else index.to(self.device)
+        scaled = layers[0].scale is not None
+        self.scale = self.sample(each.scale.expand(each.pretrained.shape) for each in layers) if scaled else None
+        self.pretrained = self.sample(each.own_pretrained() for each in layers)
 
-    def taken(self, weights: Iterable[Tensor]) -> Tensor:
-        """The sampled blocks of the local rows of each layer, fp32."""
+    def sample(self, weights: Iterable[Tensor]) -> Tensor:
+        """The sampled blocks, fp32; `weights`: the local rows of each layer."""
         parts = []
         for (row, column), weight in zip(self.places, weights, strict=True):
             of_row = self.pattern.blocks(weight).flatten(1, -2)  # [rows, blocks of a row, m], also for stacked weights
             parts.append(of_row[row, column].to(self.device))
-        sample = torch.cat(parts).float()
-        if self.here is not None:  # the other processes have the other blocks
-            sample = sample.new_zeros(self.size, self.pattern.m).index_copy_(0, self.here, sample)
-        return sum_of_shards(sample, self.first)
+        blocks = torch.cat(parts).float()
+        if self.index is not None:  # the other processes have the other blocks
+            blocks = blocks.new_zeros(self.size, self.pattern.m).index_copy_(0, self.index, blocks)
+        return sum_of_shards(blocks, self.first)
 
     def learned(self) -> Tensor:
         """The learned weights."""
-        return self.taken(local(each.weight).detach() for each in self.layers)
+        return self.sample(local(each.weight).detach() for each in self.layers)
 
     def mask_of(self, weights: Tensor) -> Tensor:
         """The mask of the learned weights."""
@@ -58,20 +56,20 @@ class MaskMonitor:
     """Observes a sample of the learned weights: share of N:M blocks, mask changes, distance from W0.
 
     The mask is that of `learnable_layer.mask_score`. Everything is computed on the device of the weights, for all
-    layers of a pattern at once, because a small operation costs a GPU's host more time than the GPU.
+    layers of a kind at once, because a small operation costs a GPU's host more time than the GPU.
     """
 
     def __init__(self, learned: Iterable[LearnableLayer], steps: int):
-        of_pattern: dict[NMPattern, list[LearnableLayer]] = {}
+        kinds: dict[tuple, list[LearnableLayer]] = {}
         for each in learned:
-            of_pattern.setdefault(each.pattern, []).append(each)
-        self.samples = [LayersSample(*item) for item in of_pattern.items()]
+            kinds.setdefault((each.pattern, each.scale is None, each.masked), []).append(each)
+        self.samples = list(map(LayersSample, kinds.values()))
         self.mask = self._joined([sample.mask_of(sample.learned()) for sample in self.samples])
         self.every = max(1, steps // SNAPSHOTS)
         self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
-        """The concatenation of the flattened tensors, one for each pattern."""
+        """The concatenation of the flattened tensors, one for each kind."""
         return torch.cat([tensor.flatten().to(self.samples[0].device) for tensor in tensors])
 
     def measures(self, step: int) -> bool:
@@ -130,8 +128,8 @@ def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, tuple[Tensor, Ten
     blocks = len(each.weight) * of_row
     index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER))
     row, column = index // of_row - first_row(each.weight), index % of_row
-    here, device = ((row >= 0) & (row < rows)).nonzero().flatten(), local(each.weight).device
-    return len(index), here, (row[here].to(device), column[here].to(device))
+    own, device = ((row >= 0) & (row < rows)).nonzero().flatten(), local(each.weight).device
+    return len(index), own, (row[own].to(device), column[own].to(device))
 
 
 @torch.no_grad()
