@@ -115,8 +115,7 @@ class Plan:
         # logits, their gradient in parts and as a whole, and the teacher's; log p, log q and their gradients in fp32
         logits = self.compute * (3 + (options.distill > 0)) * self.tokens * self.vocabulary
         rows = min(self.tokens, rows_at_a_time(self.on_gpu, self.vocabulary))
-        copies = 2 * (1 + (options.distill > 0)) + (self.compute < FP32)
-        logits += copies * FP32 * rows * self.vocabulary
+        logits += 2 * FP32 * (1 + (options.distill > 0)) * rows * self.vocabulary
         forward = {"activations": len(self.blocks) * kept, "logits": logits}
         if not self.finetune and options.match_hidden:  # the states of the dense model, and their differences
             forward["activations"] += (w + FP32) * self.tokens * self.hidden * (len(self.blocks) - 1)
