@@ -131,10 +131,8 @@ def test_the_budget_of_runs_that_continue_each_other(rows_of, tmp_path, capsys):
 
 def test_own_text_is_drawn_from_the_distribution_of_the_model(tmp_path, capsys):
     """Whatever settings of generation the model has: none of them, and no end of text, changes or ends it."""
-    text, model = (
-        tiny_models.save_texts(tmp_path / "text.jsonl"),
-        tiny_models.save_tiny_model("llama", tmp_path / "model"),
-    )
+    text = tiny_models.save_texts(tmp_path / "text.jsonl")
+    model = tiny_models.save_tiny_model("llama", tmp_path / "model")
     sizes, drawn = ["--documents", "3", "--tokens", "12", "--prompt", "5", "--batch", "2", "--device", "cpu"], []
     settings = {"temperature": 0.01, "top_p": 0.1, "repetition_penalty": 1.5, "eos_token_id": list(range(20))}
     for each in ({}, settings):

@@ -104,6 +104,14 @@ def test_eight_devices_share_what_is_held(tmp_path):
     assert "gathered" in eight.keys() - one.keys()
 
 
+def test_the_plan_has_the_larger_parts_of_the_loss_on_a_gpu(tmp_path, monkeypatch):
+    flags = {"device": "cuda", "precision": "fp32", "per_device_train_batch_size": 8}  # 512 tokens
+    plan = plan_of(save_tiny_model("llama", tmp_path), **flags)
+    all_rows = plan.memory()["device"]["logits"]
+    monkeypatch.setattr("proxsparse.training.loss.GPU_BYTES", 0)
+    assert all_rows - plan.memory()["device"]["logits"] == 2 * 4 * (512 - 256) * plan.vocabulary
+
+
 @pytest.mark.parametrize("main", [train.main, finetune.main])
 def test_the_plan_is_printed_and_nothing_else_happens(main, tmp_path, monkeypatch, capsys):
     model = save_tiny_model("llama", tmp_path / "model")

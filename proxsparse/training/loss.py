@@ -21,7 +21,7 @@ from proxsparse.runtime.device import send
 from proxsparse.training.compiled import compiled
 
 ROWS = 256  # of the logits that are in fp32 at a time: 256 x 152k tokens take 156 MB
-# On a GPU a part has as many rows as fit in these bytes, because the host needs time for each part (docs/scaling.md).
+# On a GPU a part has as many rows as fit in these bytes, because the host needs time for each part.
 GPU_BYTES = 512 << 20
 LOWEST = -1e30  # replaces the -inf of tokens that a model forbids: 0 * (inf - inf) in the divergence would be NaN
 

@@ -64,6 +64,7 @@ class MaskMonitor:
         for each in learned:
             kinds.setdefault((each.pattern, each.scale is None, each.masked), []).append(each)
         self.samples = list(map(LayersSample, kinds.values()))
+        self.pretrained = self._joined([sample.pretrained for sample in self.samples])
         self.mask = self._joined([sample.mask_of(sample.learned()) for sample in self.samples])
         self.every = max(1, steps // SNAPSHOTS)
         self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
@@ -86,11 +87,11 @@ class MaskMonitor:
             learned.append(sample.learned())
             masks.append(sample.mask_of(learned[-1]))
             feasible.append(sample.pattern.feasible_blocks(learned[-1]))
-        mask, pretrained = self._joined(masks), self._joined([sample.pretrained for sample in self.samples])
-        kept = mask & (pretrained != 0)
-        gap = (self._joined(learned) - pretrained).where(kept, 0).norm()
-        found = [self._joined(feasible).float().mean(), (mask != self.mask).float().mean(), gap]
-        feasible_share, mask_change, gap, size = torch.stack([*found, pretrained.where(kept, 0).norm()]).tolist()
+        mask = self._joined(masks)
+        kept = mask & (self.pretrained != 0)
+        norms = [each.where(kept, 0).norm() for each in (self._joined(learned) - self.pretrained, self.pretrained)]
+        shares = [each.float().mean() for each in (self._joined(feasible), mask != self.mask)]
+        feasible_share, mask_change, gap, size = torch.stack([*shares, *norms]).tolist()
         self.mask = mask
         if self.measures(step):
             self.snapshots.append((step, mask))
