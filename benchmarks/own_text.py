@@ -22,7 +22,7 @@ from proxsparse.data.sources import load_texts
 from proxsparse.errors import run_command
 from proxsparse.io.atomic import atomic_write
 from proxsparse.models.loading import load_model
-from proxsparse.runtime.device import autocast, choose_device, choose_precision
+from proxsparse.runtime.device import choose_device
 from proxsparse.runtime.progress import phase
 
 
@@ -40,8 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=42, help="seed of the prompts and the samples")
     args, start = parser.parse_args(arguments), time.monotonic()
     device = choose_device(args.device)
-    dtype, compute_dtype = choose_precision("auto", device)
-    model, tokenizer = load_model(args.model, compute_dtype or dtype)
+    model, tokenizer = load_model(args.model, torch.bfloat16)
     model.to(device)
     texts = load_texts(args.data, "train")
     text = tokenizer("\n\n".join(texts), return_tensors="pt", add_special_tokens=False).input_ids[0]
@@ -53,7 +52,6 @@ def main(arguments: list[str] | None = None) -> None:
         atomic_write(args.file) as path,
         path.open("w", encoding="utf-8") as file,
         phase("sampling", args.documents, "document") as current,
-        autocast(device, compute_dtype),
     ):
         for first in range(0, args.documents, args.batch):
             prompts = random_windows(text, min(args.batch, args.documents - first), args.prompt)

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 
+from proxsparse._start import quit_at_once
 from proxsparse.runtime import progress
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 1, 130, 141, 143  # exit codes
@@ -42,6 +43,8 @@ def run_command(main: Callable[[], int | None]) -> int:
     SIGTERM ends the command as Ctrl-C does. With PROXSPARSE_DEBUG=1 errors and warnings include their location.
     """
     debug = bool(os.environ.get("PROXSPARSE_DEBUG"))
+    if signal.getsignal(signal.SIGINT) is quit_at_once:  # the imports are done
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     previous, hook = signal.signal(signal.SIGTERM, _terminate), sys.unraisablehook
     sys.unraisablehook = lambda lost: _again(lost.exc_type) or hook(lost)
     try:

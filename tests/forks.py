@@ -89,15 +89,16 @@ def child(
     in_thread=False,
 ) -> None:
     """The run itself; never returns."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(0)
     code = 1
     try:
+        from proxsparse._start import quit_at_once
         from proxsparse.errors import run_command
 
+        signal.signal(signal.SIGINT, quit_at_once)  # as when a command has been imported
         if die_in:
             before_call(*die_in, lambda: os.kill(os.getpid(), signal.SIGKILL))
         if term_in:

@@ -14,8 +14,9 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,12 +101,15 @@ class Checkpoints:
             if tensors:
                 tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}  # W^T of Conv1D is not
                 writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
-                dcp.save(tensors, storage_writer=writer, process_group=group)
+                with causes_raised():
+                    dcp.save(tensors, storage_writer=writer, process_group=group)
             on_rank_zero(lambda: finish(scratch, self.folder / name, facts), group)
-        except (Exception, dcp.CheckpointException) as error:  # CheckpointException is not an Exception
+        except BaseException as error:
             if is_rank_zero():
                 shutil.rmtree(scratch, ignore_errors=True)
-            reason = describe_error(cause_of(error))
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            reason = describe_error(error)
             raise OSError(f"checkpoint {name} could not be written to {str(self.folder)!r}: {reason}") from error
         on_rank_zero(then, group)
 
@@ -148,7 +152,8 @@ class Checkpoints:
         for key, found in saved.items():
             if key not in tensors and key.startswith(prefixes):
                 tensors[key] = torch.empty(found.size, dtype=found.properties.dtype)
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        with causes_raised():
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
         return tensors
 
     def steps(self) -> list[str]:
@@ -267,7 +272,15 @@ def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
     return numbers
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """The first error inside a CheckpointException, which collects those of all processes; else the error itself."""
-    failures = getattr(error, "failures", None)
-    return next(iter(failures.values()))[0] if failures else error
+@contextmanager
+def causes_raised() -> Iterator[None]:
+    """Within the block, raises the first error inside a CheckpointException, which collects those of all processes.
+
+    That class is not an Exception, and also holds a KeyboardInterrupt.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error

@@ -190,6 +190,17 @@ def test_a_signal_before_anything_is_saved_leaves_nothing(run, arguments_of, com
     assert not (tmp_path / "run").exists()
 
 
+def test_a_signal_while_a_checkpoint_is_written(arguments_of, undisturbed, command_in_child, tmp_path):
+    """torch.distributed.checkpoint wraps whatever interrupts it."""
+    main, arguments = arguments_of("prune sparsegpt", tmp_path / "run")
+    code, stderr = command_in_child(main, arguments, term_in=("safetensors.torch.save", 2))
+    assert code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM; 1 decoder block in checkpoints/ saved; to resume" in stderr.strip().splitlines()[-1]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    assert command_in_child(main, [*arguments, *RESUME])[0] == 0
+    assert outcome(tmp_path / "run") == undisturbed("prune sparsegpt")
+
+
 def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturbed, command_in_child, tmp_path):
     main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "100")
     moment = ("proxsparse.run.folder.save_model", 1)
