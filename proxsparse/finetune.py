@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
 def complete_(args: RunArgs) -> None:
     """Sets the --pattern and the --teacher that are not given to those that the model's masks.safetensors records.
 
-    Without distillation there is no teacher.
+    Without a recorded pattern, that of each layer is found from its zeros. Without distillation there is no teacher.
 
     Raises:
         InputError: there is no such model; the pattern given is another one; no teacher is recorded.
@@ -36,7 +36,7 @@ def complete_(args: RunArgs) -> None:
     recorded = names.pop() if len(names) == 1 else None
     if recorded and model.pattern not in (None, recorded):
         raise InputError(f"--pattern {model.pattern}: the masks of {model.model} are {recorded}; leave --pattern out")
-    model.pattern = model.pattern or recorded or "2:4"
+    model.pattern = model.pattern or recorded
     model.teacher = (model.teacher or base.get("base_model")) if args.options.distill else None
     if args.options.distill and not model.teacher:
         if not Path(model.model).exists():

@@ -113,6 +113,10 @@ class NMPattern:
         # m <= 64 fits uint8; summing bool would convert every element to int64, 8 bytes a weight
         return (self.blocks(weight) != 0).view(torch.uint8).sum(-1, dtype=torch.uint8)
 
+    def counts(self, weight: torch.Tensor) -> torch.Tensor:
+        """Element k: the number of blocks with k nonzeros; int64 [m + 1]."""
+        return torch.bincount(self.nonzeros(weight).flatten(), minlength=self.m + 1)
+
     def feasible_blocks(self, weight: torch.Tensor) -> torch.Tensor:
         """Whether each block has at most n nonzeros: [..., in_features] -> bool [..., whole blocks]."""
         return self.nonzeros(weight) <= self.n
@@ -133,7 +137,47 @@ class NMPattern:
 PatternLike = str | NMPattern
 # The patterns of the C++ and Triton kernels, and those that a weight's zeros are compared with.
 WINDOWED = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))
+# Their block sizes are those in which a weight's zeros are counted to find its pattern, which may be another one.
+PROBES = (*WINDOWED, NMPattern(14, 16))
 MIXED = "mixed"  # instead of a pattern: the layers have different patterns
+
+
+def pattern_of_zeros(name: str, weight: torch.Tensor) -> NMPattern | None:
+    """`pattern_of_counts` of a weight [..., in_features]; the error begins with the name."""
+    in_features = weight.shape[-1]
+    try:
+        return pattern_of_counts({p: p.counts(weight).tolist() for p in PROBES if p.fits(in_features)}, in_features)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
+
+
+def pattern_of_counts(counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
+    """The pattern of the zeros of a weight, given its `NMPattern.counts` for PROBES; None: dense, or 0 everywhere.
+
+    It is the sparsest n:m such that no block has more than n nonzeros and most blocks with nonzeros have n; of equal
+    densities, that with the smallest m. Else, the first of WINDOWED that the zeros fit.
+
+    Raises:
+        ValueError: the weight is not quite one of WINDOWED: fewer blocks have more than n nonzeros than have 1 to n.
+    """
+    clear = []
+    for probe, blocks in counts.items():
+        n = max(k for k, count in enumerate(blocks) if count or k == 0)
+        if 0 < n < probe.m and 2 * blocks[n] >= sum(blocks[1:]) and NMPattern(n, probe.m).fits(in_features):
+            clear.append(NMPattern(n, probe.m))
+    if clear:
+        return min(clear, key=lambda pattern: (pattern.density, pattern.m))
+    for pattern in filter(counts.get, WINDOWED):
+        blocks = counts[pattern]
+        wrong, right = sum(blocks[pattern.n + 1 :]), sum(blocks[1 : pattern.n + 1])
+        if wrong < right:
+            if not wrong:
+                return pattern
+            raise ValueError(
+                f"is not quite {pattern}: {wrong:,} of its {sum(blocks):,} blocks have more than {pattern.n} nonzeros; "
+                f"prune it to {pattern} again"
+            )
+    return None
 
 
 def pattern_name(patterns: dict[str, PatternLike]) -> str:

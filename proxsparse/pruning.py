@@ -35,7 +35,7 @@ from proxsparse.models.layers import (
 )
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.models.unfold_linears import unfold_linears_
-from proxsparse.patterns import WINDOWED, NMPattern, PatternLike
+from proxsparse.patterns import NMPattern, PatternLike, pattern_of_zeros
 from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningDataArgs
 from proxsparse.run.teacher import refuse_other_vocabulary
 from proxsparse.runtime.distributed import world_size
@@ -171,8 +171,8 @@ def finetune_(
         model: the pruned model.
         teacher: the dense model with weights of its own, evaluated in every step; None: only the text is learned.
         data, tokenizer: as in `prune_`.
-        pattern: N:M of the pruned layers; None: of each layer the first of 2:4, 4:6, 6:8, 8:10 that its zeros fit.
-            Layers without the pattern stay as they are.
+        pattern: N:M of the pruned layers; None: that of each layer is found from its zeros, in blocks of 4, 6, 8, 10 or
+            16. Layers without a pattern stay as they are.
         include, exclude, num_samples, text_field, seed, checkpoints: as in `prune_`.
         seq_len: number of tokens in a sample; default: 1024, with packing=False 512, or the context length of the model
             if shorter.
@@ -201,8 +201,8 @@ def finetune_(
         patterns = patterns_of_zeros(unfold_linears_(model), pattern, include, exclude)
         layers = prunable_layers(model, patterns) if patterns else {}
         if not layers:
-            words = " or ".join(map(str, WINDOWED)) if pattern is None else pattern
-            raise InputError(f"model: no layer is {words}; prune it first, or give its pattern")
+            words = "pruned; prune the model first" if pattern is None else f"{pattern}; prune it first"
+            raise InputError(f"model: no layer is {words}, or give its pattern")
         if values["distill"]:
             if teacher is None:
                 raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")
@@ -260,16 +260,13 @@ def perplexity(
 def patterns_of_zeros(
     model: nn.Module, pattern: PatternLike | None, include: list[str] | None, exclude: list[str] | None
 ) -> dict[str, NMPattern]:
-    """Layer name -> pattern of the pruned layers; `pattern` None: the first of WINDOWED that its zeros fit."""
+    """Layer name -> pattern of the pruned layers; `pattern` None: that of its zeros."""
     if pattern is not None:
         pattern = NMPattern.parse(pattern)
         return dict.fromkeys(pruned_layers(prunable_layers(model, pattern, include, exclude), pattern), pattern)
     selected = {name: layer for name, layer in body_linears(model).items() if is_selected(name, include, exclude)}
-    found = {}
-    for each in reversed(WINDOWED):  # the first one counts
-        fitting = {name: layer for name, layer in selected.items() if each.fits(layer.in_features)}
-        found |= dict.fromkeys(pruned_layers(fitting, each), each)
-    return found
+    found = {name: pattern_of_zeros(name, layer.weight) for name, layer in selected.items()}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def prune_or_restore_(

@@ -241,6 +241,24 @@ def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
     assert not any("self_attn" in name or "embed" in name for name in changed)
 
 
+@pytest.mark.parametrize("pattern", ["1:4", "2:8", "4:8", "8:16", "4:6"])
+def test_fine_tuning_finds_any_pattern(pattern, tokenizer):
+    model = tiny_model("llama", hidden_size=96, intermediate_size=192)
+    masks = proxsparse.prune_(model, "magnitude", pattern=pattern)
+    found = proxsparse.finetune_(model, None, TEXTS, tokenizer, **FEW)
+    for name, mask in masks.items():
+        assert torch.equal(found[name], mask)
+        assert not model.get_submodule(name).weight[~mask].any()
+
+
+def test_fine_tuning_refuses_a_damaged_layer(tokenizer):
+    model = tiny_model("llama")
+    proxsparse.prune_(model, "magnitude")
+    model.model.layers[0].mlp.up_proj.weight.data[0, :4] = 1.0
+    with pytest.raises(ValueError, match=r"^model.layers.0.mlp.up_proj is not quite 2:4: 1 of its .*; prune it to 2:4"):
+        proxsparse.finetune_(model, None, TEXTS, tokenizer, **FEW)
+
+
 def test_of_a_generator_without_end_the_first_documents_are_measured(model, tokenizer, monkeypatch):
     monkeypatch.setattr("proxsparse.data.batches.FIRST_DOCUMENTS", 20)
     endless = itertools.cycle(TEXTS)
@@ -338,7 +356,7 @@ REFUSALS = {
     ),
     "dense": (
         lambda m, t: proxsparse.finetune_(m, None, TEXTS, t),
-        "model: no layer is 2:4 or 4:6 or 6:8 or 8:10; prune it first",
+        "model: no layer is pruned; prune the model first, or give its pattern",
     ),
     "no teacher": (tunes(distill=0.5), "teacher=None: distill=0.5 needs the dense model"),
     "teacher": (

@@ -110,13 +110,13 @@ class HoldMasksCallback(TrainerCallback):
     kept weight has become exactly zero.
 
     Args:
-        pattern: "N:M" or an NMPattern.
+        pattern: as in `hold_masks_`.
     Raises:
         TypeError, ValueError: at the start of the training, as in `hold_masks_`.
     """
 
-    def __init__(self, pattern: PatternLike = "2:4"):
-        self.pattern, self.held = NMPattern.parse(pattern), None
+    def __init__(self, pattern: PatternLike | None = None):
+        self.pattern, self.held = pattern and NMPattern.parse(pattern), None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
         """Holds the masks of the optimizer that Trainer has prepared; a checkpoint has been loaded by now."""

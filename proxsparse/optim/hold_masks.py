@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from proxsparse.ops import nm_mask
-from proxsparse.optim.param_groups import pruned_parameters
-from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.optim.param_groups import pruned_parameters, splits_blocks
+from proxsparse.patterns import PROBES, WINDOWED, NMPattern, PatternLike, pattern_of_counts
 from proxsparse.reference.quantize import INTEGERS
 from proxsparse.runtime.sharding import local
 
 REMEDY = "flat parameters, as in DeepSpeed ZeRO, are not supported; shard with FSDP2's fully_shard"
 
 
-def hold_masks_(optimizer: Optimizer, pattern: PatternLike = "2:4") -> "HeldMasks":
+def hold_masks_(optimizer: Optimizer, pattern: PatternLike | None = None) -> "HeldMasks":
     """From now on, the pruned weights of an N:M model stay +0.0 while `optimizer` trains the other weights.
 
         g <- where(mask, g, 0)    after every backward pass, so that gradient clipping computes the right norm
@@ -25,41 +25,41 @@ def hold_masks_(optimizer: Optimizer, pattern: PatternLike = "2:4") -> "HeldMask
     NaN gradients become 0 too. The moments of pruned weights are 0, also after `load_state_dict` and if the optimizer
     has already made steps. Nothing is added to `state_dict`. Each held weight needs one byte of memory.
 
-    A parameter is held if it has two or more dimensions and every block of M weights along the last one has at most N
-    nonzeros. Its mask keeps the n largest weights of each block, where n <= N is the largest number of nonzeros in its
-    blocks; in a block with fewer, the first zeros are kept and can be trained. So if the layers of a model have
-    different patterns, pass the largest. Parameters that are dense, or zero everywhere (LoRA's B), are not held.
-    Parameters that the optimizer gets later are held from their first step on.
+    A parameter is held if it has two or more dimensions and its zeros have a pattern n:m along the last one, see
+    `patterns.pattern_of_counts`. Each parameter has its own. The mask keeps the n largest weights of each block of
+    m; in a block with fewer nonzeros, the first zeros are kept and can be trained. Parameters that are dense, or zero
+    everywhere (LoRA's B), are not held. Parameters that the optimizer gets later are held from their first step on.
 
     Args:
         optimizer: any torch.optim.Optimizer, or accelerate's wrapper of one. With several processes, call this in all
             of them, after `accelerator.prepare` or `fully_shard`.
-        pattern: "N:M" or an NMPattern.
+        pattern: "N:M", the largest pattern of the parameters; None: any.
     Returns:
         a handle, whose `remove()` removes the hooks.
     Raises:
         TypeError: optimizer is not a torch optimizer.
-        ValueError: no parameter is N:M; a parameter is not quite N:M, because fewer blocks have more than N nonzeros
-            than have 1 to N; a parameter is n:M with N < n < M; FSDP1, or shards that split blocks.
+        ValueError: no parameter is pruned; a parameter is not quite 2:4 (or 4:6, 6:8, 8:10), because fewer blocks have
+            more than 2 nonzeros than have 1 or 2; a parameter keeps more than `pattern`; FSDP1, or shards that split
+            blocks.
     """
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # accelerate's wrapper has no hooks
         optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer ({REMEDY})")
-    return HeldMasks(optimizer, NMPattern.parse(pattern))
+    return HeldMasks(optimizer, pattern and NMPattern.parse(pattern))
 
 
 class HeldMasks:
     """The handle of `hold_masks_`. `masks`: parameter -> its mask, True = kept, or None if it is not held."""
 
-    def __init__(self, optimizer: Optimizer, pattern: NMPattern):
+    def __init__(self, optimizer: Optimizer, pattern: NMPattern | None):
         self.pattern, self.handles = pattern, []
         self.masks: dict[Tensor, Tensor | None] = {}
         self.find_masks(optimizer)
         if not self.held():
             raise ValueError(
-                f"no parameter of this {type(optimizer).__name__} is {pattern}: the model is dense; prune it first, or "
-                f"pass its pattern ({REMEDY})"
+                f"no parameter of this {type(optimizer).__name__} is {pattern or 'pruned'}: the model is dense; prune "
+                f"it first, or pass its pattern ({REMEDY})"
             )
         self.handles += [
             optimizer.register_step_pre_hook(self.before_step),
@@ -133,27 +133,37 @@ def clear_(tensor: Tensor, kept: Tensor) -> None:
     tensor.view(INTEGERS[tensor.element_size()]).mul_(kept)  # exact, also for NaN; four times as fast as masked_fill_
 
 
-def find_mask(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None:
+def find_mask(parameter: Tensor, largest: NMPattern | None, name: str) -> Tensor | None:
     """The mask of the rows of this process; None if the parameter is not held. Raises as `hold_masks_`."""
-    group = {"params": [parameter], "reg_lambda": 1.0, "pattern": pattern}
-    cut = parameter.ndim >= 2 and not pattern.fits(parameter.shape[-1])
+    needed = largest or WINDOWED[0]
+    group = {"params": [parameter], "reg_lambda": 1.0, "pattern": needed}
+    cut = parameter.ndim >= 2 and not needed.fits(parameter.shape[-1])
     if cut or not parameter.is_floating_point() or not list(pruned_parameters(group)):  # refuses flat parameters
         return None
-    weight, what = local(parameter), f"parameter {name}, of shape {list(parameter.shape)},"
-    # blocks[k]: number of blocks with k nonzeros
-    blocks = torch.bincount(pattern.nonzeros(weight).flatten(), minlength=pattern.m + 1)
+    what, in_features = f"parameter {name}, of shape {list(parameter.shape)},", parameter.shape[-1]
+    probes = [
+        probe
+        for probe in dict.fromkeys([*PROBES, needed])
+        if probe.fits(in_features) and not splits_blocks(parameter, probe)
+    ]
+    try:
+        pattern = pattern_of_counts({probe: counts_of(parameter, probe) for probe in probes}, in_features)
+    except ValueError as error:
+        raise ValueError(f"{what} {error}") from error
+    if pattern is None:
+        return None
+    if largest and largest.density < pattern.density:
+        raise ValueError(
+            f'{what} is {pattern}, not {largest}; pass pattern="{pattern}", or prune it to {largest} first'
+        )
+    return nm_mask(local(parameter).abs(), pattern)
+
+
+def counts_of(parameter: Tensor, pattern: NMPattern) -> list[int]:
+    """`NMPattern.counts` of the whole parameter."""
+    counts = pattern.counts(local(parameter))
     for dimension, placement in enumerate(getattr(parameter, "placements", ())):
         if not placement.is_replicate():
-            blocks = blocks.to(parameter.device_mesh.device_type)  # nccl does not accept CPU tensors
-            dist.all_reduce(blocks, group=parameter.device_mesh.get_group(dimension))
-    blocks, m = blocks.tolist(), pattern.m
-    n = max(k for k, count in enumerate(blocks) if count or k == 0)
-    wrong, right = sum(blocks[pattern.n + 1 :]), sum(blocks[1 : pattern.n + 1])
-    if 0 < wrong < right:
-        raise ValueError(
-            f"{what} is not quite {pattern}: {wrong:,} of its {sum(blocks):,} blocks have more than {pattern.n} "
-            f"nonzeros; prune it to {pattern} again"
-        )
-    if pattern.n < n < m:
-        raise ValueError(f'{what} is {n}:{m}, not {pattern}; pass pattern="{n}:{m}", or prune it to {pattern} first')
-    return nm_mask(weight.abs(), f"{n}:{m}") if 0 < n < m else None
+            counts = counts.to(parameter.device_mesh.device_type)  # nccl does not accept CPU tensors
+            dist.all_reduce(counts, group=parameter.device_mesh.get_group(dimension))
+    return counts.tolist()

@@ -145,14 +145,20 @@ def pruned_parameters(group: dict) -> Iterator[Tensor]:
 
 def check_shards(parameter: Tensor, pattern: NMPattern) -> None:
     """Raises ValueError if the shards of a DTensor do not consist of whole blocks."""
-    shape, last, placements = list(parameter.shape), parameter.ndim - 1, parameter.placements
+    if shards := splits_blocks(parameter, pattern):
+        raise ValueError(
+            f"parameter of shape {list(parameter.shape)}: {shards} shards along the last dimension split its {pattern} "
+            f"blocks (placements {parameter.placements}); shard another dimension, as fully_shard does, or use fewer "
+            "shards"
+        )
+
+
+def splits_blocks(parameter: Tensor, pattern: NMPattern) -> int:
+    """The number of shards along the last dimension if they do not consist of whole blocks, else 0."""
+    last, placements = parameter.ndim - 1, getattr(parameter, "placements", ())
     along = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) in (last, -1)]
     shards = math.prod(parameter.device_mesh.size(i) for i in along)
-    if shards > 1 and math.ceil(shape[last] / shards) % pattern.m:
-        raise ValueError(
-            f"parameter of shape {shape}: {shards} shards along the last dimension split its {pattern} blocks "
-            f"(placements {placements}); shard another dimension, as fully_shard does, or use fewer shards"
-        )
+    return shards if shards > 1 and math.ceil(parameter.shape[last] / shards) % pattern.m else 0
 
 
 def learns(group: dict) -> bool:

@@ -18,7 +18,7 @@ from proxsparse.methods.pruned import Pruned
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import prunable_layers, pruned_layers, routers
 from proxsparse.models.loading import base_identity, load_model
-from proxsparse.patterns import NMPattern
+from proxsparse.patterns import NMPattern, PatternLike, pattern_of_zeros
 from proxsparse.run import folder as run_folder
 from proxsparse.run import memory
 from proxsparse.run import result as results
@@ -108,12 +108,14 @@ def prune_model(run: Run) -> int:
 
 def finetune_model(run: Run) -> int:
     """One pruned model, whose kept weights are trained."""
-    args, pattern = run.args, NMPattern.parse(run.args.model.pattern)
+    args, given = run.args, run.args.model.pattern
 
     recorded, base = on_rank_zero(lambda: recorded_masks(args.model.model))  # of the folder, if a run wrote it
-    model, tokenizer, layers = load(args, recorded or pattern, True)
+    model, tokenizer, layers = load(args, recorded or given or "2:4", True)
     base = base or on_rank_zero(lambda: base_identity(args.model.model, model))
-    patterns = recorded or dict.fromkeys(layers, pattern)
+    patterns = recorded or {
+        name: NMPattern.parse(given or pattern_of_zeros(name, layer.weight) or "2:4") for name, layer in layers.items()
+    }
     require_held(layers, patterns)
     if args.model.teacher:
         check_tokens(tokenizer, args.model.teacher)
@@ -138,7 +140,7 @@ def finetune_model(run: Run) -> int:
 
 
 def load(
-    args: RunArgs, pattern: NMPattern | dict[str, NMPattern], needs_data: bool
+    args: RunArgs, pattern: PatternLike | dict[str, NMPattern], needs_data: bool
 ) -> tuple[nn.Module, object, dict[str, nn.Linear]]:
     """The model on the CPU, its tokenizer, and the layers of the run; the texts are checked first."""
     sources = [args.evaluate.eval_data, *[args.data.data] * needs_data]

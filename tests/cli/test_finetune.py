@@ -12,7 +12,7 @@ from tiny_models import save_tiny_model, tiny_model
 from proxsparse import NMPattern, pack, prune
 from proxsparse.errors import InputError
 from proxsparse.finetune import main
-from proxsparse.io.mask_files import load_masks
+from proxsparse.io.mask_files import load_masks, recorded_masks
 from proxsparse.models.loading import load_model
 from proxsparse.training.best_weights import BestWeights
 
@@ -120,6 +120,16 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     assert prune.main([*flags, *where]) == 0
     tuned = tune("tuned", model=tmp_path / "owl")
     assert tuned["patterns"] == json.loads((tmp_path / "owl" / "result.json").read_text())["patterns"]
+
+
+def test_patterns_are_found_from_the_zeros(tune, tiny_llama, tmp_path):
+    """In a folder without masks.safetensors."""
+    where = ["--model", str(tiny_llama), "--output_dir", str(tmp_path / "quarter"), "--eval_data", "none"]
+    assert prune.main(["--method", "magnitude", "--pattern", "1:4", *where]) == 0
+    (tmp_path / "quarter" / "masks.safetensors").unlink()
+    tune("tuned", "--teacher", tiny_llama, model=tmp_path / "quarter")
+    patterns, _ = recorded_masks(tmp_path / "tuned")
+    assert set(patterns.values()) == {NMPattern(1, 4)}
 
 
 def test_the_best_weights_are_kept(tune, pruned, monkeypatch, tmp_path):

@@ -316,11 +316,11 @@ def test_replaced_and_added_parameters_are_held_and_old_ones_are_forgotten():
 def test_zeros_that_could_be_kept_are_trained_and_the_result_is_nm():
     model = pruned_model()
     with torch.no_grad():
-        model[0].weight[:, :4] = torch.tensor([0.0, 0.5, 0.0, 0.0])
+        model[0].weight[:9, :4] = torch.tensor([0.0, 0.5, 0.0, 0.0])
         model[0].weight[0, 4:] = 0
     handle = hold_masks_(optimizer := adamw(model.parameters()))
     pruned = ~handle.masks[model[0].weight]
-    assert pruned[:, :4].tolist() == [[False, False, True, True]] * 24
+    assert pruned[:9, :4].tolist() == [[False, False, True, True]] * 9
     assert pruned[0, 4:].tolist() == [False, False, True, True]
     train(model, optimizer, 3)
     assert torch.equal(model[0].weight == 0, pruned)
@@ -343,11 +343,19 @@ def two_patterns() -> nn.Sequential:
     return model
 
 
-def test_each_parameter_keeps_its_own_pattern():
-    model = two_patterns()
-    masks, optimizer = masks_of(model), adamw(model.parameters())
-    hold_masks_(optimizer, "3:4")
-    train(model, optimizer, 3)
+@pytest.mark.parametrize("largest", [None, "8:10"])
+def test_each_parameter_keeps_its_own_pattern(largest):
+    """Whatever the largest is, blocks of 4, 6, 8 and 10 do not lie in each other."""
+    patterns = ["2:4", "4:6", "6:8", "8:10", "1:4", "2:8", "4:8", "8:16", "3:4"]
+    model = nn.Sequential(*[nn.Linear(240, 240) for _ in patterns])
+    with torch.no_grad():
+        for layer, pattern in zip(model, patterns, strict=True):
+            layer.weight.masked_fill_(~nm_mask(layer.weight.abs(), pattern), 0)
+    masks, optimizer = masks_of(model), optim.SGD(model.parameters(), lr=1e-3)
+    handle = hold_masks_(optimizer, largest)
+    assert [torch.equal(handle.masks[weight], mask) for weight, mask in masks.items()] == [True] * len(patterns)
+    model(torch.randn(4, 240)).sum().backward()
+    optimizer.step()
     assert_held(masks, optimizer)
 
 
@@ -365,12 +373,18 @@ DAMAGED = r"parameter 0 of group 0, of shape \[24, 8\], is not quite 2:4: {} of 
     ("parameters", "pattern", "message"),
     [
         (lambda: tiny_model().parameters(), "2:4", r"no parameter of this AdamW is 2:4: the model is dense; prune it"),
+        (
+            lambda: tiny_model().parameters(),
+            None,
+            r"no parameter of this AdamW is pruned: the model is dense; prune it",
+        ),
         (lambda: pruned_model().parameters(), "1:4", r'is 2:4, not 1:4; pass pattern="2:4"'),
         (lambda: pruned_model("3:4").named_parameters(), "2:4", r"parameter 0.weight, of shape \[24, 8\], is 3:4, not"),
         (lambda: two_patterns().parameters(), "2:4", r'parameter 2 .* shape \[4, 24\], is 3:4, .*; pass pattern="3:4"'),
         (lambda: pruned_model().parameters(), "4:2", "pattern 4:2"),
         (lambda: [flat()], "2:4", r"FSDP1.*fully_shard"),
         (lambda: damaged(1, 3).parameters(), "2:4", DAMAGED.format(1)),
+        (lambda: damaged(1, 3).parameters(), None, DAMAGED.format(1)),
         (lambda: damaged(3, 4).parameters(), "2:4", DAMAGED.format(3)),
         (lambda: damaged(23, 4).parameters(), "2:4", DAMAGED.format(23)),
     ],
