@@ -102,7 +102,7 @@ def calibration_batches(
     random.Random(seed).shuffle(order)
     first = [texts[index] for index in order if texts[index].strip()]
     blocks = chain(in_blocks(first), in_blocks(text for text in rest if text.strip()))
-    store = store or TokenStore(None)
+    store = store or TokenStore()
     tokenize(blocks, tokenizer, num_samples, seq_len, packing, store)
     ids, bos = store.ids(), added_bos(tokenizer)
     if packing:
