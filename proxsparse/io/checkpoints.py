@@ -35,15 +35,10 @@ SAMPLED = 64  # weights of each parameter in the digest of a model; reading all 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Attributes:
-        run_dir: the directory of the run.
-        identity: JSON values that a run must have in common with the checkpoints from which it resumes.
-    """
+    """The checkpoints of one run."""
 
     run_dir: Path
-    identity: dict
+    identity: dict  # JSON values that a run must have in common with the checkpoints from which it resumes
     writing: list[Future] = field(default_factory=list, compare=False, repr=False)  # at most one
 
     @property

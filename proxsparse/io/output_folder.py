@@ -27,17 +27,11 @@ RESULT, METRICS, MASKS, CONFIG = "result.json", "metrics.jsonl", "masks.safetens
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """Where a run writes.
+    """Where a run writes."""
 
-    Attributes:
-        path: the --output_dir.
-        run_id: the id of the run, unchanged when the run is resumed.
-        resumed: whether the run was started before.
-    """
-
-    path: Path
-    run_id: str
-    resumed: bool
+    path: Path  # the --output_dir
+    run_id: str  # unchanged when the run is resumed
+    resumed: bool  # whether the run was started before
 
     @property
     def complete(self) -> bool:
