@@ -62,7 +62,7 @@ def read_batches(
         def read() -> Sequence[Batch]:
             large = is_source and folder is not None and num_samples * length > TOKENS_IN_MEMORY
             how = [str(getattr(tokenizer, "name_or_path", "")), num_samples, length, packing, seed, text_field]
-            store = TokenStore(folder if large else None, [identity_of(data), *how] if large else None)
+            store = TokenStore(folder, [identity_of(data), *how]) if large else TokenStore()
             if store.samples(length, packing) >= num_samples:  # stored before the run was stopped
                 first, rest = [], ()
             elif is_source:

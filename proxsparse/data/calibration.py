@@ -26,22 +26,14 @@ class TokenBatches(Sequence[Batch]):
     """Batches of samples in a flat array of tokens; a batch is made when it is read, so that a token takes 4 bytes.
 
     They have no slices.
-
-    Attributes:
-        ids: uint32 [N]; or their file, which is mapped into memory.
-        bounds: int64 [samples + 1]; sample i has the tokens [bounds[i], bounds[i + 1]).
-        order: the samples in the order of their use, int64.
-        batch_size: samples in a batch; the last batch may have fewer.
-        bos: put before a sample that does not begin with it; None: nothing.
-        padding_id: the token on padding.
     """
 
-    ids: np.ndarray | Path
-    bounds: np.ndarray
-    order: np.ndarray
-    batch_size: int
-    bos: int | None
-    padding_id: int
+    ids: np.ndarray | Path  # uint32 [N]; or their file, which is mapped into memory
+    bounds: np.ndarray  # int64 [samples + 1]; sample i has the tokens [bounds[i], bounds[i + 1])
+    order: np.ndarray  # the samples in the order of their use, int64
+    batch_size: int  # samples in a batch; the last batch may have fewer
+    bos: int | None  # put before a sample that does not begin with it; None: nothing
+    padding_id: int  # the token on padding
 
     @property
     def samples(self) -> int:
@@ -84,7 +76,6 @@ def calibration_batches(
 
     Args:
         num_samples: number of samples; fewer, with a warning, if the texts are too short.
-        seq_len: largest number of tokens in a sample.
         batch_size: samples in a batch; the last batch may have fewer.
         rest: more documents, which are read after the others if they are needed. If there may be more than
             `TOKENS_IN_MEMORY` tokens, the samples are shuffled too.
@@ -102,7 +93,7 @@ def calibration_batches(
     random.Random(seed).shuffle(order)
     first = [texts[index] for index in order if texts[index].strip()]
     blocks = chain(in_blocks(first), in_blocks(text for text in rest if text.strip()))
-    store = store or TokenStore(None)
+    store = store or TokenStore()
     tokenize(blocks, tokenizer, num_samples, seq_len, packing, store)
     ids, bos = store.ids(), added_bos(tokenizer)
     if packing:

@@ -35,8 +35,9 @@ class TokenStore:
         InputError: the files were written for another text.
     """
 
-    def __init__(self, folder: Path | None, source: object = None):
-        self.folder, self.source, self.blocks = folder, source, []
+    def __init__(self, folder: Path | None = None, source: object = None):
+        self.folder, self.source = folder, source
+        self.memory = {IDS: array("I"), ENDS: array("q")}  # without a folder
         self.counts = NO_TOKENS_YET
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,8 @@ class TokenStore:
         after = (before["blocks"] + 1, before["documents"] + len(ends), before["tokens"] + len(ids))
         self.counts = dict(zip(NO_TOKENS_YET, after, strict=True))
         if self.folder is None:
-            self.blocks.append((ids, ends))
+            self.memory[IDS].extend(ids)
+            self.memory[ENDS].extend(ends)
             return
         for name, values, count in ((IDS, ids, before["tokens"]), (ENDS, ends, before["documents"])):
             with (self.folder / name).open("ab") as file:
@@ -75,13 +77,13 @@ class TokenStore:
         """The tokens, uint32 [N], or the file that holds them."""
         if self.folder and self.counts["tokens"]:
             return self.folder / IDS
-        return np.concatenate([np.frombuffer(ids, np.uint32) for ids, _ in self.blocks] or [np.empty(0, np.uint32)])
+        return np.asarray(self.memory[IDS])
 
     def ends(self) -> np.ndarray:
         """Where each document ends, int64 [documents]."""
         if self.folder and self.counts["documents"]:
             return np.fromfile(self.folder / ENDS, np.int64, self.counts["documents"])
-        return np.concatenate([np.frombuffer(ends, np.int64) for _, ends in self.blocks] or [np.empty(0, np.int64)])
+        return np.asarray(self.memory[ENDS])
 
 
 def as_array(ids: np.ndarray | Path) -> np.ndarray:

@@ -55,10 +55,7 @@ def atomic_directory(folder: Path):
         yield scratch
         for path in scratch.rglob("*"):
             sync(path)
-        probe = scratch / f"{SCRATCH}-mode"  # safetensors writes files that only their owner can read
-        probe.touch()
-        mode = mode_of(probe)
-        probe.unlink()
+        mode = scratch.stat().st_mode & 0o666  # of a new file; safetensors writes files that only their owner can read
         for entry in sorted(scratch.iterdir(), key=lambda entry: (entry.suffix == ".safetensors", entry.name)):
             target = folder / entry.name
             if entry.is_file():
@@ -71,9 +68,10 @@ def atomic_directory(folder: Path):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def mode_of(path: Path) -> int:
-    """The permission bits. A new file has those of the umask, or of the folder's default ACL."""
-    return path.stat().st_mode & 0o777
+def remove_folder(folder: Path) -> None:
+    """Removes a folder. It is renamed first: a killed process leaves no partial one."""
+    aside = folder.rename(folder.with_name(f"{SCRATCH}-{secrets.token_hex(4)}"))
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
@@ -86,7 +84,7 @@ def atomic_write(path: Path):
     temporary = path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")
     try:
         temporary.touch()
-        mode = mode_of(temporary)  # safetensors writes files that only their owner can read
+        mode = temporary.stat().st_mode & 0o777  # safetensors writes files that only their owner can read
         yield temporary
         temporary.chmod(mode)
         sync(temporary)

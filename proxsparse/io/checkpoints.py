@@ -11,7 +11,6 @@ any number of processes can read them. Nothing is pickled.
 import hashlib
 import json
 import re
-import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError, describe_error
-from proxsparse.io.atomic import SCRATCH, sync, write_file
+from proxsparse.io.atomic import SCRATCH, remove_folder, sync, write_file
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, thread_group, world_size
 
 CHECKPOINTS, FACTS, STEP = "checkpoints", "facts.json", re.compile(r"step-(\d+)")
@@ -37,15 +36,10 @@ SAMPLED = 64  # weights of each parameter in the digest of a model; reading all 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Attributes:
-        run_dir: the directory of the run.
-        identity: JSON values that a run must have in common with the checkpoints from which it resumes.
-    """
+    """The checkpoints of one run."""
 
     run_dir: Path
-    identity: dict
+    identity: dict  # JSON values that a run must have in common with the checkpoints from which it resumes
     writing: list[Future] = field(default_factory=list, compare=False, repr=False)  # at most one
 
     @property
@@ -167,11 +161,9 @@ class Checkpoints:
         return name and (name, self.facts(name))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes checkpoints. They are renamed first: a killed process leaves no partial one."""
+        """Removes checkpoints."""
         for name in names:
-            aside = self.folder / f"{SCRATCH}-{secrets.token_hex(4)}"
-            (self.folder / name).rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_folder(self.folder / name)
 
 
 def ignore_single_process() -> None:
@@ -204,7 +196,7 @@ def finish(scratch: Path, target: Path, facts: dict) -> None:
         sync(path)
     write_file(scratch / FACTS, (json.dumps(facts | {"files": digests(scratch)}) + "\n").encode())
     if target.exists():  # written before the run was resumed from an earlier checkpoint
-        Checkpoints(target.parent.parent, {}).remove([target.name])
+        remove_folder(target)
     scratch.rename(target)
     sync(target.parent)
 
@@ -250,15 +242,11 @@ def digest_of(model: nn.Module, samples: Iterable[np.ndarray]) -> str:
     """sha256 of some weights of every parameter and of all arrays, to detect a changed model or text."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        digest.update(name.encode() + bytes_of(parameter.detach().flatten()[:SAMPLED]))
+        digest.update(name.encode())
+        digest.update(parameter.detach().flatten()[:SAMPLED].contiguous().view(torch.uint8).cpu().numpy())
     for array in samples:
         digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """The bytes of a tensor of any dtype."""
-    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:

@@ -18,10 +18,7 @@ LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @contextmanager
 def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
-    """Holds the lock of an output directory, which is created if it is missing.
-
-    The operating system releases the lock if the process dies. At the end, empty directories in `made` are removed.
-    """
+    """Holds the lock of an output directory, which is created; at the end, empty directories in `made` are removed."""
     file = None
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -89,11 +89,7 @@ def check_config(path: Path) -> None:
 
 
 def check_counts(config: dict, name: str) -> None:
-    """Raises InputError for the entries of a config.json that ask for more than `MOST_MODULES` modules.
-
-    Args:
-        name: of the file or model, for the message.
-    """
+    """Raises InputError, with the name of the file, for a config that asks for more than `MOST_MODULES` modules."""
     for key, value in entries_of(config):
         if COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_MODULES:
             raise InputError(
@@ -102,11 +98,7 @@ def check_counts(config: dict, name: str) -> None:
 
 
 def refuse_quantized(config: dict, name: str) -> None:
-    """Raises InputError if a config.json, or a config in it, is of quantized weights that are not dequantized.
-
-    Args:
-        name: of the file or model, for the message.
-    """
+    """Raises InputError, with the name of the file or model, for quantized weights that are not dequantized."""
     for key, value in entries_of(config):
         if key in ("quantization_config", "compression_config") and value:
             method = value.get("quant_method") if isinstance(value, dict) else value
@@ -255,7 +247,6 @@ def check_weights(headers: dict[str, Header], model: nn.Module) -> None:
     half of the weights may be missing here: transformers reports missing tensors by name.
 
     Args:
-        headers: those of the checkpoint.
         model: the model of its config.json, on the meta device.
     """
     parameters = dict(model.named_parameters())

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from proxsparse.errors import InputError, different_flags
-from proxsparse.io.atomic import SCRATCH, write_file
+from proxsparse.io.atomic import SCRATCH, remove_folder, write_file
 from proxsparse.io.checkpoints import CHECKPOINTS, saved_names
 from proxsparse.io.file_lock import lock_directory
 
@@ -27,17 +27,11 @@ RESULT, METRICS, MASKS, CONFIG = "result.json", "metrics.jsonl", "masks.safetens
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """Where a run writes.
+    """Where a run writes."""
 
-    Attributes:
-        path: the --output_dir.
-        run_id: the id of the run, unchanged when the run is resumed.
-        resumed: whether the run was started before.
-    """
-
-    path: Path
-    run_id: str
-    resumed: bool
+    path: Path  # the --output_dir
+    run_id: str  # unchanged when the run is resumed
+    resumed: bool  # whether the run was started before
 
     @property
     def complete(self) -> bool:
@@ -70,14 +64,11 @@ def opened(
         for folder in (path, path / CHECKPOINTS):  # what a killed process has left
             for entry in folder.glob(f"{SCRATCH}*"):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        run_id = marker["run_id"] if marker else uuid.uuid4().hex
-        if not marker:
+        folder = OutputFolder(path, marker["run_id"] if marker else uuid.uuid4().hex, resumed=bool(marker))
+        if not folder.resumed:
             since = datetime.now(UTC).isoformat(timespec="seconds")
-            marker = {"format": FORMAT, "run_id": run_id, "command": command, "since": since, "settings": settings}
-            write_file(path / MARKER, (json.dumps(marker, indent=2) + "\n").encode())
-            folder = OutputFolder(path, run_id, resumed=False)
-        else:
-            folder = OutputFolder(path, run_id, resumed=True)
+            entries = {"run_id": folder.run_id, "command": command, "since": since, "settings": settings}
+            write_file(path / MARKER, (json.dumps({"format": FORMAT} | entries, indent=2) + "\n").encode())
         try:
             yield folder
         except BaseException:
@@ -148,7 +139,6 @@ def remove_unsaved(path: Path) -> None:
 
 
 def remove_checkpoints(path: Path) -> None:
-    """Removes the checkpoints of a complete run. They are renamed first: a killed process leaves no partial ones."""
+    """Removes the checkpoints of a complete run."""
     if (path / CHECKPOINTS).exists():
-        aside = (path / CHECKPOINTS).rename(path / f"{SCRATCH}-{CHECKPOINTS}")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_folder(path / CHECKPOINTS)

@@ -136,21 +136,20 @@ def prunable_layers(
         InputError: no layer is left, an expression is malformed, or a layer cannot be split into blocks.
     """
     refuse_packed(model)
-    if not isinstance(pattern, dict):
-        try:
-            pattern = NMPattern.parse(pattern)
-        except ValueError as error:
-            raise InputError(f"--pattern: {error}") from error
     candidates = body_linears(model)
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
-    if not isinstance(pattern, dict):
+    if isinstance(pattern, dict):
+        if unknown := pattern.keys() - candidates.keys():
+            raise InputError(f"pattern of layer {sorted(unknown)[0]}: no such nn.Linear to prune; check the name")
+        patterns, layers = pattern, {name: layer for name, layer in layers.items() if name in pattern}
+    else:
+        try:
+            patterns = dict.fromkeys(layers, NMPattern.parse(pattern))
+        except ValueError as error:
+            raise InputError(f"--pattern: {error}") from error
         for name, holder in routers(model).items():
             if not any(re.search(word, name) and not re.search(word, holder) for word in include or []):
                 layers.pop(name, None)
-    else:
-        if unknown := pattern.keys() - candidates.keys():
-            raise InputError(f"pattern of layer {sorted(unknown)[0]}: no such nn.Linear to prune; check the name")
-        layers = {name: layer for name, layer in layers.items() if name in pattern}
     refuse_fused_weights(model, include, exclude)
     if not layers:
         raise InputError(
@@ -159,7 +158,7 @@ def prunable_layers(
         )
     for name, layer in layers.items():
         try:
-            NMPattern.parse(pattern[name] if isinstance(pattern, dict) else pattern).check_blocks(layer.weight.shape)
+            NMPattern.parse(patterns[name]).check_blocks(layer.weight.shape)
         except ValueError as error:
             raise InputError(f"{name}: {error} (--exclude {name.rpartition('.')[2]}, --pattern)") from error
     return layers

@@ -39,13 +39,10 @@ SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input
 
 @dataclass(frozen=True)
 class Source:
-    """Where `load_model` found a model, and what of its files is not in the model.
+    """What of the files of a model is not in the model that `load_model` returns."""
 
-    extra: the tensors that `save_model` writes unchanged, name -> header; notes: what the user must be told.
-    """
-
-    extra: dict[str, Header]
-    notes: list[str]
+    extra: dict[str, Header]  # the tensors that `save_model` writes unchanged
+    notes: list[str]  # what the user must be told
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:

@@ -7,7 +7,7 @@ group, and every function here works for that process alone.
 import atexit
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -113,10 +113,7 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
     dist.broadcast_object_list(answer, group=group)
     if answer[1]:
         dist.barrier(group)  # a process that ends now closes connections on which others may still be reading
-    if error is not None:
-        raise error
-    if answer[1]:
-        raise SystemExit(2)  # rank zero prints the reason
+        raise SystemExit(2) if error is None else error  # rank zero prints the reason
     return answer[0]
 
 
@@ -135,9 +132,8 @@ def require_shared_directory(folder: Path) -> None:
         )
 
 
-def all_reduce_sum(values: Iterable[float]) -> list[float]:
+def all_reduce_sum(values: list[float]) -> list[float]:
     """The sums over all processes."""
-    values = list(values)
     if world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from proxsparse.runtime.distributed import is_rank_zero, local_world_size, world_size
 from proxsparse.runtime.progress import phase
 
-# ---------------------------------------------------------------------------------------------- shards
-
 
 def local(tensor: Tensor) -> Tensor:
     """The rows of a DTensor that this process holds, sharing its memory; any other tensor as it is."""
