@@ -77,7 +77,7 @@ def train_kept_weights(
     figures = {
         "steps": state.step,
         "tokens": state.tokens,
-        "held_out": {"losses": best.losses, "best_step": best.best_step if best.losses else None},
+        "held_out": {"losses": best.losses, "best_step": best.smallest()[0]},
         "trained_weights": sum(weight.numel() for weight in weights_of(optimizer).values()),
     }
     masks = {name: layer.mask().cpu() for name, layer in held.items()}

@@ -4,7 +4,7 @@ A GPU then runs about 40 kernels for a decoder block and its gradient instead of
 (`benchmarks/step_operations.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -40,7 +40,4 @@ def compiled_blocks(*models: nn.Module) -> Iterator[None]:
             block._compiled_call_impl = compiled_call
 
 
-@cache
-def compiled(function: Callable) -> Callable:
-    """The function, compiled at its first call."""
-    return torch.compile(function)
+compiled = cache(torch.compile)  # of a function: compiled once, at its first call

@@ -43,8 +43,7 @@ def hold_layers(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) ->
     found = {}
     for name, layer in layers.items():
         weight, pattern = local(layer.weight.detach()), patterns[name]
-        mask = nm_mask(weight.abs(), pattern)
-        found[name] = HeldLayer(layer, layer.weight, weight, None, pattern, mask)
+        found[name] = HeldLayer(layer, layer.weight, weight, None, pattern, nm_mask(weight.abs(), pattern))
     return found
 
 
@@ -53,8 +52,7 @@ def require_held(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -
     """Raises InputError if a layer is not N:M; names it."""
     for name, layer in layers.items():
         weight, pattern = local(layer.weight.detach()), patterns[name]
-        more = (pattern.nonzeros(weight) > pattern.n).sum()
-        if more := int(sum_of_shards(more, layer.weight)):
+        if more := int(sum_of_shards((~pattern.feasible_blocks(weight)).sum(), layer.weight)):
             blocks = pattern.count(layer.weight.shape)
             raise InputError(
                 f"layer {name} is not {pattern}: {more:,} of its {blocks:,} blocks have more than {pattern.n} non-zero "

@@ -18,7 +18,7 @@ from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import world_size
 from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.compiled import compiled_blocks
-from proxsparse.training.log import RunLog
+from proxsparse.training.log import run_log
 from proxsparse.training.optimizer import lr_factor, set_rates_, weights_of
 from proxsparse.training.options import LoopOptions
 from proxsparse.training.state import TrainState
@@ -49,7 +49,7 @@ def training(
         torch.enable_grad(),
         evaluating(state.model),  # restores the train/eval modes at the end
         compiled_blocks(*filter(None, (state.model, teacher))) if state.options.compile else nullcontext(),
-        RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log,
+        run_log(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log_step,
     ):
         last_save = time.monotonic()
 
@@ -57,7 +57,7 @@ def training(
             nonlocal last_save
             if "loss" in row:
                 row |= state.observer.observe(state.step)
-            log.step({"step": state.step, "tokens": state.tokens, "seconds": state.seconds} | row)
+            log_step({"step": state.step, "tokens": state.tokens, "seconds": state.seconds} | row)
             steps = state.options.save_steps
             due = steps is not None and state.step % steps == 0
             due |= time.monotonic() - last_save >= state.options.seconds_between_checkpoints
