@@ -161,10 +161,10 @@ def walk(
     with evaluating(model), phase(title, len(blocks), "decoder block") as current:
         # one sample at a time: the experts of a mixture could not distinguish padding from text
         samples = capture_samples(model, blocks, list(single_samples(batches)))
-        insides, waiting_layers = [], dict(layers)  # a layer in several blocks is pruned in the first of them
+        insides, left = [], dict(layers)  # a layer in several blocks is pruned in the first of them
         for block in blocks:
-            insides.append(layers_inside(block, waiting_layers))
-            waiting_layers = {name: layer for name, layer in waiting_layers.items() if name not in insides[-1]}
+            modules = set(block.modules())
+            insides.append({name: left.pop(name) for name, layer in list(left.items()) if layer in modules})
         waiting = [index for index, inside in enumerate(insides) if inside and not restored(inside)]
         last = max(waiting, default=-1)
         for index in current.count(range(last + 1)):
@@ -172,12 +172,6 @@ def walk(
                 visit(statistics_of(blocks[index], index, insides[index], samples, collect))
             for sample in samples if index < last else ():
                 sample.hidden = sample.run(blocks[index], index)
-
-
-def layers_inside(block: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
-    """The layers that are in the decoder block."""
-    inside = set(block.modules())
-    return {name: layer for name, layer in layers.items() if layer in inside}
 
 
 def statistics_of(
