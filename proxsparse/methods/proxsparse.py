@@ -5,10 +5,12 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import register_method
 from proxsparse.methods.walk import Batches
+from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.snap import snap_
 from proxsparse.ops import nm_mask
 from proxsparse.patterns import NMPattern
@@ -17,7 +19,7 @@ from proxsparse.runtime.sharding import local
 from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.learnable_layer import dense, make_learnable_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
-from proxsparse.training.loss import require_blocks, training_loss
+from proxsparse.training.loss import training_loss
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
 from proxsparse.training.optimizer import prox_adamw, reg_lambda_range
 from proxsparse.training.options import LearningOptions
@@ -25,17 +27,12 @@ from proxsparse.training.scaling import activation_scaling
 from proxsparse.training.state import TrainState
 
 
-def check(**options) -> None:
-    """Raises InputError for an option that is out of range."""
-    LearningOptions(**options).check()
-
-
 @register_method(
     "proxsparse",
     needs_data=True,
     updates_weights=False,
     paper="Liu et al. 2025, ProxSparse: Regularized Learning of Semi-Structured Sparsity Masks for Pretrained LLMs",
-    check=check,
+    check=lambda **options: LearningOptions(**options).check(),
     options={field.name: field.default for field in dataclasses.fields(LearningOptions)},
 )
 def learn_masks(
@@ -67,8 +64,10 @@ def learn_masks(
     options, compute_dtype = LearningOptions(**options).check(), autocast_dtype(model.device)
     weights = pretrained or {name: weight.detach().clone() for name, weight in model.named_parameters()}
     steps = step_count(len(batches), options)
-    if options.match_hidden:
-        require_blocks(model)
+    if options.match_hidden and len(decoder_blocks(model)) < 2:
+        raise InputError(
+            "--match_hidden: the model has one decoder block, but the last one is not matched; leave it out"
+        )
     newest = checkpoints and checkpoints.newest_step()
     scales = {}
     if options.masked and newest:

@@ -73,10 +73,12 @@ def register_layer_method(
 ):
     """Decorator: registers a function that prunes one layer; it is called for every layer in model order.
 
-        prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if unchanged)
+    prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if unchanged)
 
-    Its argument `statistics` is an instance of the class given here, see `walk`; without a class it is None, and the
-    method needs no data.
+    weight: [out_features, in_features]
+    statistics: of the layer's calibration inputs, an instance of the class given here, see `walk`; None without a
+        class, and the method needs no data
+    mask: bool, the shape of `weight`; new weight: the same shape, in the dtype of the computation
     """
 
     def add(prune_layer: Callable) -> Callable:

@@ -29,11 +29,7 @@ def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, swe
     """Starts from Wanda's mask and reduces the error of the layer's output, see `improve_mask`.
 
     Args:
-        weight: [out_features, in_features].
-        statistics: X X^T of the layer's calibration inputs.
         sweeps: largest number of passes over all blocks. Each costs one product of `weight` with X X^T.
-    Returns:
-        mask, bool, the shape of `weight`; None: the weights are unchanged.
     Raises:
         InputError: a block has too many possible masks to enumerate them.
     """

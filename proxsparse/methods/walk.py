@@ -30,6 +30,7 @@ from proxsparse.runtime.device import full_precision
 from proxsparse.runtime.progress import phase
 
 Batches = Sequence[Batch]
+REMEDY = "so blocks cannot be calibrated one by one; use --method magnitude or proxsparse train"
 
 
 @torch.no_grad()
@@ -266,8 +267,7 @@ def capture_sample(
         if not in_order or not isinstance(hidden, Tensor) or not is_same(hidden, previous):
             raise InputError(
                 f"{type(model).__name__} does not call its decoder blocks once and in order, each with the output of "
-                "the previous one, so blocks cannot be calibrated one by one; use --method magnitude or proxsparse "
-                "train"
+                f"the previous one, {REMEDY}"
             )
         first.append(hidden)
         named = {name: refer(value) for name, value in kwargs.items()}
@@ -277,10 +277,8 @@ def capture_sample(
 
     def note(block: nn.Module, _args: tuple, output: object) -> object:
         if not isinstance(output, Tensor) and type(output) not in (tuple, list):
-            raise InputError(
-                f"{type(block).__name__} returns a {type(output).__name__} instead of hidden states, so blocks cannot "
-                "be calibrated one by one; use --method magnitude or proxsparse train"
-            )
+            found = type(output).__name__
+            raise InputError(f"{type(block).__name__} returns a {found} instead of hidden states, {REMEDY}")
         if change is not None:
             changed = change(hidden_of(output))
             output = type(output)((changed, *output[1:])) if isinstance(output, tuple | list) else changed
@@ -297,8 +295,7 @@ def capture_sample(
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     if len(calls) < needed:
         raise InputError(
-            f"{type(model).__name__} has called only {len(calls)} of its {len(blocks)} decoder blocks, so they cannot "
-            "be calibrated one by one; use --method magnitude or proxsparse train"
+            f"{type(model).__name__} has called only {len(calls)} of its {len(blocks)} decoder blocks, {REMEDY}"
         )
     return Sample(first[0], calls * (len(blocks) // needed), needed_later)
 
@@ -322,8 +319,7 @@ def check_arguments(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, whole:
             if not everywhere and not is_equal(value, named_arguments(other).get(name)):
                 raise InputError(
                     f"decoder block {index}: {type(blocks[index]).__name__} has an argument ({name}) that "
-                    f"{type(model).__name__} computes from earlier blocks, so blocks cannot be calibrated one by one; "
-                    "use --method magnitude or proxsparse train"
+                    f"{type(model).__name__} computes from earlier blocks, {REMEDY}"
                 )
 
 
