@@ -86,11 +86,7 @@ def train_kept_weights(
 
 
 def split(batches: Sequence[Batch], options: FinetuneOptions) -> tuple[Sequence[Batch], list[Batch]]:
-    """The batches to train on, and the last batches, with at least --held_out samples, to measure.
-
-    Raises:
-        InputError: no sample is left to train on.
-    """
+    """The batches to train on (InputError if none is left), and the last ones, with at least --held_out samples."""
     held_out, samples = [], 0
     for batch in reversed(batches):
         if samples >= options.held_out:
@@ -118,11 +114,7 @@ def held_out_loss(
     compute_dtype: torch.dtype | None,
     loss_of_batch: Callable[[Batch], Tensor],
 ) -> float:
-    """The mean loss over all predicted tokens of the batches of all processes.
-
-    Raises:
-        InputError: it is not finite.
-    """
+    """The mean loss over all predicted tokens of the batches of all processes. InputError if it is not finite."""
     loss, tokens = 0.0, 0
     with evaluating(model), autocast(model.device, compute_dtype):
         for batch, counts in shard_items(batches):

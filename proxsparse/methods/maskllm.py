@@ -142,7 +142,6 @@ def prune_maskllm(
     return Pruned(masks)
 
 
-@torch.no_grad()
 def prior_masks(
     prior: str, model: nn.Module, layers: dict[str, nn.Linear], batches: Batches, patterns: dict[str, NMPattern]
 ) -> dict[str, Tensor]:

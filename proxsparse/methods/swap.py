@@ -38,7 +38,6 @@ def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, swe
     return improve_mask(weight, gram, start, pattern, sweeps), None
 
 
-@torch.no_grad()
 def improve_mask(weight: Tensor, gram: Tensor, mask: Tensor, pattern: NMPattern, sweeps: int = 20) -> Tensor:
     """Block coordinate descent on  ||P X||_F^2 = sum over rows of p H p^T,  P = W where pruned, else 0.
 

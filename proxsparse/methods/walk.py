@@ -89,7 +89,6 @@ def block_name(layers: Iterable[str]) -> str:
     return os.path.commonpath([name.replace(".", "/") for name in layers]).replace("/", ".")
 
 
-@torch.no_grad()
 def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None) -> Tensor:
     """Prunes one layer in place, optionally with new weights, and returns the mask on the CPU."""
     weight = layer.weight if new_weight is None else new_weight.to(layer.weight)
@@ -215,10 +214,7 @@ def capture_samples(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]
 
     Most models pass the same objects to all blocks; the forward pass can then stop at the first block. Models with
     blocks of several kinds (sliding windows, different rotary embeddings) do not. The longest text decides, because
-    short texts may have no mask.
-
-    Raises:
-        InputError: no sample; or as `capture_sample` and `check_arguments`.
+    short texts may have no mask. Raises as `capture_sample` and `check_arguments`.
     """
     if not texts:
         raise InputError("no calibration sample: this method needs data; give at least one batch")

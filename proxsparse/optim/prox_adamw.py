@@ -265,7 +265,10 @@ class ProxAdamW(Optimizer):
         """Normalizes the group; raises ValueError for unsupported settings."""
         param_groups.check_group(group)
         check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
-        check_frozen(group["frozen_lambda"], group["frozen_eps"])
+        if not in_range(group["frozen_lambda"], 0):
+            raise ValueError(f"frozen_lambda={group['frozen_lambda']!r} must be a finite number >= 0 (0 turns it off)")
+        if not in_range(group["frozen_eps"], 0) or group["frozen_eps"] == 0:
+            raise ValueError(f"frozen_eps={group['frozen_eps']!r} must be a finite number > 0, such as 0.1")
         for key, value in VARIANTS.items():
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")
@@ -355,14 +358,6 @@ def mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
     return x ^ (x >> 31)
-
-
-def check_frozen(frozen_lambda: float, frozen_eps: float) -> None:
-    """Raises ValueError for settings of the frozen-weight term that are out of range."""
-    if not in_range(frozen_lambda, 0):
-        raise ValueError(f"frozen_lambda={frozen_lambda!r} must be a finite number >= 0 (0 turns it off)")
-    if not in_range(frozen_eps, 0) or frozen_eps == 0:
-        raise ValueError(f"frozen_eps={frozen_eps!r} must be a finite number > 0, such as 0.1")
 
 
 def with_frozen_term(step: dict, pretrained: Tensor, group: dict) -> Tensor:

@@ -19,8 +19,7 @@ from proxsparse.models.layers import decoder_blocks
 def compiled_blocks(*models: nn.Module) -> Iterator[None]:
     """Within the block, the decoder blocks of the models are compiled, at their first forward pass.
 
-    Raises:
-        InputError: within the block, if they cannot be compiled.
+    An error of the compilers is an InputError.
     """
     from torch._dynamo.exc import ShortenTraceback  # of errors of the compilers
 

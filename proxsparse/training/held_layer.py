@@ -29,15 +29,11 @@ class HeldLayer(LearnableLayer):
             local(self.weight.grad).masked_fill_(~self.held, 0.0)
 
 
-@torch.no_grad()
 def hold_layers(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> dict[str, HeldLayer]:
     """Layer name -> the layer with the mask that its zeros define: the n largest weights of every block.
 
     A block with more zeros than the pattern needs keeps the first of them, so every block keeps n weights that can be
-    trained. All processes of a sharded model must call it.
-
-    Raises:
-        InputError: a layer is not N:M; names it.
+    trained. All processes of a sharded model must call it. Raises as `require_held`.
     """
     require_held(layers, patterns)
     found = {}
@@ -47,7 +43,6 @@ def hold_layers(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) ->
     return found
 
 
-@torch.no_grad()
 def require_held(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> None:
     """Raises InputError if a layer is not N:M; names it."""
     for name, layer in layers.items():

@@ -115,11 +115,7 @@ def train_step(
 
 
 def step_count(batches: int, options: LoopOptions) -> int:
-    """Optimizer steps of a run: --max_steps, or --num_train_epochs converted to steps; at least 1.
-
-    Raises:
-        InputError: a step needs more batches than there are.
-    """
+    """Optimizer steps of a run, at least 1. Raises InputError if a step needs more batches than there are."""
     a_step = options.gradient_accumulation_steps * world_size()
     if a_step > batches:
         raise InputError(
@@ -153,12 +149,8 @@ def backward(
 ) -> float:
     """Adds the gradient of the loss to `.grad`. Returns the loss, the mean over all predicted tokens of all processes.
 
-    `read=False`: the loss is not read from the device nor checked, and 0 is returned.
-
-    Batches are weighted by their number of tokens, because the gradient of a short document is noisy.
-
-    Raises:
-        InputError: the loss is not finite.
+    Batches are weighted by their number of tokens, because the gradient of a short document is noisy. Raises InputError
+    if the loss is not finite. `read=False`: it is not read from the device nor checked, and 0 is returned.
     """
     predicted = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches]
     (all_predicted,) = distributed.all_reduce_sum([sum(predicted)])
@@ -187,8 +179,7 @@ def backward(
 def update_all(state: TrainState, read: bool) -> float | Tensor:
     """The base step, then the prox, of every weight. Returns the norm of all gradients before clipping.
 
-    Raises:
-        InputError: `read`, and the norm is not finite; no weight has been updated.
+    If `read`, raises InputError for a norm that is not finite, before a weight is updated.
     """
     for layer in state.layers.values():
         layer.take_gradient_()

@@ -154,11 +154,7 @@ class LearningOptions(LoopOptions):
         return self.objective == "masked"
 
     def check(self) -> Self:
-        """Fills in the defaults and returns itself.
-
-        Raises:
-            InputError: an option is out of range or incompatible with another one.
-        """
+        """As in `LoopOptions`; also fills in the defaults."""
         super().check()
         defaults = OBJECTIVES[self.objective]
         self.learning_rate = defaults["learning_rate"] if self.learning_rate is None else self.learning_rate

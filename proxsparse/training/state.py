@@ -68,11 +68,7 @@ class TrainState:
         self.batches += self.options.gradient_accumulation_steps * world_size()
 
     def masks(self) -> dict[str, Tensor]:
-        """Layer name -> its mask, bool [local rows, in_features] on the CPU, True = kept.
-
-        Raises:
-            InputError: a weight is not finite: the run has diverged.
-        """
+        """Layer name -> its mask, bool [local rows, in_features] on the CPU. Raises InputError if a weight diverged."""
         if count_not_finite(self.layers.values()):
             raise InputError("the weights became NaN or infinite during training; lower --learning_rate")
         return {name: layer.mask().cpu() for name, layer in self.layers.items()}
