@@ -21,7 +21,7 @@ from proxsparse.training.learnable_layer import dense, make_learnable_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
 from proxsparse.training.loss import training_loss
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
-from proxsparse.training.optimizer import prox_adamw, reg_lambda_range
+from proxsparse.training.optimizer import prox_adamw
 from proxsparse.training.options import LearningOptions
 from proxsparse.training.scaling import activation_scaling
 from proxsparse.training.state import TrainState
@@ -92,10 +92,11 @@ def learn_masks(
         masks = state.masks()  # within the block, which restores the signals if this fails
 
     magnitude = {name: nm_mask(layer.pretrained.abs(), layer.pattern).cpu() for name, layer in learned.items()}
+    lambdas = [group["reg_lambda"] for group in state.optimizer.param_groups if group["reg_lambda"]] or [0.0]
     figures = {
         "steps": state.step,
         "tokens": state.tokens,
-        "reg_lambda": reg_lambda_range(state.optimizer),
+        "reg_lambda": {"min": min(lambdas), "max": max(lambdas)},
         "feasible_share": feasible_share(learned.values()),
         "magnitude_agreement": agreement(masks, magnitude, learned),
         "mask_similarity": monitor.similarity(),

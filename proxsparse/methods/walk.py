@@ -228,9 +228,7 @@ def capture_samples(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]
 
 def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:
     """Whether all calls have the same objects as arguments."""
-    objects = [
-        ([id(value) for value in args], {name: id(value) for name, value in kwargs.items()}) for args, kwargs in calls
-    ]
+    objects = [{name: id(value) for name, value in named_arguments(call).items()} for call in calls]
     return all(others == objects[0] for others in objects)
 
 

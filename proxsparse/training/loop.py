@@ -19,7 +19,7 @@ from proxsparse.runtime.distributed import world_size
 from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.compiled import compiled_blocks
 from proxsparse.training.log import run_log
-from proxsparse.training.optimizer import lr_factor, set_rates_, weights_of
+from proxsparse.training.optimizer import lr_factor, weights_of
 from proxsparse.training.options import LoopOptions
 from proxsparse.training.state import TrainState
 
@@ -105,7 +105,8 @@ def train_step(
     """
     micro_batches = list(itertools.islice(samples, state.options.gradient_accumulation_steps))
     factor = lr_factor(state.step, state.steps, state.options)
-    set_rates_(state.optimizer, factor)
+    for group in state.optimizer.param_groups:
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
     logged = state.logged
     loss = backward(state.model, micro_batches, compute_dtype, loss_of_batch, logged)
     norm = update_all(state, logged)

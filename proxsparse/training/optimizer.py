@@ -88,15 +88,3 @@ def lr_factor(step: int, steps: int, options: LearningOptions) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return DECAYS[options.lr_scheduler_type]((step - warmup) / max(1, steps - warmup))
-
-
-def set_rates_(optimizer: ProxAdamW, factor: float) -> None:
-    """Sets the learning rate of every group to its initial value times the factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
-
-
-def reg_lambda_range(optimizer: ProxAdamW) -> dict[str, float]:
-    """The smallest and the largest lambda_1 of the layers."""
-    lambdas = [group["reg_lambda"] for group in optimizer.param_groups if group["reg_lambda"]] or [0.0]
-    return {"min": min(lambdas), "max": max(lambdas)}
