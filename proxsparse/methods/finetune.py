@@ -18,7 +18,6 @@ from proxsparse.models.checks import evaluating
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast, autocast_dtype
 from proxsparse.runtime.distributed import all_reduce_sum, shard_items
-from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.best_weights import BestWeights
 from proxsparse.training.held_layer import hold_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
@@ -68,9 +67,9 @@ def train_kept_weights(
         best.observe(0)
     seconds_before = state.seconds
 
-    samples, stop = own_samples(batches, state), StopSignal()
-    with training(state, checkpoints, "training the kept weights", stop, teacher) as end_step:
-        while not state.complete and not stop.number:
+    samples = own_samples(batches, state)
+    with training(state, checkpoints, "training the kept weights", teacher) as end_step:
+        while not state.complete and not state.stop.number:
             end_step(train_step(state, samples, loss, compute_dtype))
 
     best.take_best_()
@@ -82,7 +81,7 @@ def train_kept_weights(
     }
     masks = {name: layer.mask().cpu() for name, layer in held.items()}
     more = {"trained": frozenset(trained), "seconds_before": seconds_before}
-    return Pruned(masks, figures, **more, complete=state.complete, stop=stop)
+    return Pruned(masks, figures, **more, complete=state.complete, stop=state.stop)
 
 
 def split(batches: Sequence[Batch], options: FinetuneOptions) -> tuple[Sequence[Batch], list[Batch]]:

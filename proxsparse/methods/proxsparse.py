@@ -16,7 +16,6 @@ from proxsparse.ops import nm_mask
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast_dtype
 from proxsparse.runtime.sharding import local
-from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.learnable_layer import dense, make_learnable_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
 from proxsparse.training.loss import training_loss
@@ -85,9 +84,9 @@ def learn_masks(
 
     loss_options = {name: getattr(options, name) for name in ("distill", "match_hidden", "compile")}
     loss = partial(training_loss, model, teacher=partial(dense, model, learned.values()), **loss_options)
-    samples, stop = own_samples(batches, state), StopSignal()
-    with training(state, checkpoints, "learning the masks", stop) as end_step:
-        while not state.complete and not stop.number:
+    samples = own_samples(batches, state)
+    with training(state, checkpoints, "learning the masks") as end_step:
+        while not state.complete and not state.stop.number:
             end_step(train_step(state, samples, loss, compute_dtype))
         masks = state.masks()  # within the block, which restores the signals if this fails
 
@@ -104,4 +103,4 @@ def learn_masks(
     if not pretrained:
         snap_(model, weights, masks)
     more = {"baselines": {"magnitude": magnitude}, "seconds_before": seconds_before}
-    return Pruned(masks, figures, **more, complete=state.complete, stop=stop)
+    return Pruned(masks, figures, **more, complete=state.complete, stop=state.stop)

@@ -16,7 +16,6 @@ from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import world_size
-from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.compiled import compiled_blocks
 from proxsparse.training.log import run_log
 from proxsparse.training.optimizer import lr_factor, weights_of
@@ -26,18 +25,15 @@ from proxsparse.training.state import TrainState
 
 @contextmanager
 def training(
-    state: TrainState,
-    checkpoints: Checkpoints | None,
-    title: str,
-    stop: StopSignal,
-    teacher: nn.Module | None = None,
+    state: TrainState, checkpoints: Checkpoints | None, title: str, teacher: nn.Module | None = None
 ) -> Iterator[Callable[[dict], None]]:
     """The surroundings of a training loop: modes, log, checkpoints, signals.
+
+    SIGINT and SIGTERM are deferred, also after the block, unless it fails.
 
     Args:
         checkpoints: where the state and metrics.jsonl are saved; None: nowhere.
         title: title of the progress bar.
-        stop: defers SIGINT and SIGTERM, also after the block, unless it fails.
         teacher: another model that computes in the loop, compiled with --compile.
     Yields:
         `end_step(row)`, which logs a step, observes it and saves a checkpoint if it is due.
@@ -61,7 +57,7 @@ def training(
             steps = state.options.save_steps
             due = steps is not None and state.step % steps == 0
             due |= time.monotonic() - last_save >= state.options.seconds_between_checkpoints
-            due = stop.agree(due) or stop.number
+            due = state.stop.agree(due) or state.stop.number
             if checkpoints and due and state.step < state.steps:
                 read_norm(state, row["grad_norm"])
                 state.save(checkpoints)
@@ -71,13 +67,13 @@ def training(
         state.model.train()
         if state.options.gradient_checkpointing:
             switch_checkpointing(state.model, "enable", {"use_reentrant": False})
-        stop.defer()
+        state.stop.defer()
         try:
             yield end_step
             if checkpoints:
                 checkpoints.wait()
         except BaseException as error:
-            stop.restore()
+            state.stop.restore()
             try:
                 if checkpoints:
                     checkpoints.wait()
