@@ -49,7 +49,7 @@ def prune_layers_(
     masks = {}
 
     def visit(collected: dict) -> None:
-        updated = {}
+        tensors = {}
         for name, statistic in collected.items():
             layer = layers[name]
             try:
@@ -59,10 +59,9 @@ def prune_layers_(
                 raise InputError(f"{name}: {error}") from error
             masks[name] = apply_mask_(layer, mask, new_weight)
             if new_weight is not None:
-                updated[name] = layer.weight
+                tensors[f"weight.{name}"] = layer.weight.detach()
         if checkpoints:
-            tensors = {f"mask.{name}": pack_mask(masks[name]) for name in collected}
-            tensors |= {f"weight.{name}": weight.detach() for name, weight in updated.items()}
+            tensors |= {f"mask.{name}": pack_mask(masks[name]) for name in collected}
             checkpoints.save(block_name(collected), tensors, {})
 
     def restored(inside: dict[str, nn.Linear]) -> bool:
