@@ -19,7 +19,7 @@ from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.training import loop
 from proxsparse.training.learnable_layer import LearnableLayer, dense, make_learnable_layers
-from proxsparse.training.log import RunLog
+from proxsparse.training.log import run_log
 from proxsparse.training.loss import training_loss
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
 from proxsparse.training.optimizer import prox_adamw, weights_of
@@ -261,10 +261,10 @@ def test_every_row_is_flushed_and_a_resumed_run_replaces_later_rows(tmp_path):
     for done in (0, 1):
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": ' * done)  # of a killed process
-        with RunLog(tmp_path, done, 5, "2:4") as log:
+        with run_log(tmp_path, done, 5, "2:4") as log_step:
             for count, row in enumerate(ROWS[done:], done + 1):
-                log.step({"grad_norm": 1.0})  # a step that is not logged
-                log.step(row)
+                log_step({"grad_norm": 1.0})  # a step that is not logged
+                log_step(row)
                 written = (tmp_path / "metrics.jsonl").read_text()
                 assert [json.loads(line) for line in written.splitlines()] == ROWS[:count], "flushed with every step"
                 assert written.endswith("\n")

@@ -17,6 +17,8 @@ from proxsparse.training.learnable_layer import dense, make_learnable_layers
 from proxsparse.training.loop import switch_checkpointing
 from proxsparse.training.loss import hidden_error, rows_at_a_time, training_loss
 
+INPUTS = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
+
 
 @pytest.fixture
 def teacher():
@@ -50,10 +52,9 @@ def test_the_divergence_is_that_of_the_whole_distribution(teacher, distill, at_o
     model = copy.deepcopy(teacher)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.3)
-    inputs = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
     losses = []
     for row, position in ((0, 0), (0, 1), (0, 2), (1, 0)):  # the positions whose next token is not padding
-        q, p = (one(**inputs).logits[row, position].double().softmax(-1) for one in (teacher, model))
+        q, p = (one(**INPUTS).logits[row, position].double().softmax(-1) for one in (teacher, model))
         divergence = (q * (q / p).log()).sum()
         losses.append((1 - distill) * -p[PADDED["labels"][row, position + 1]].log() + distill * divergence)
     expected = torch.stack(losses).mean()
@@ -88,8 +89,7 @@ def test_the_error_is_the_mean_of_the_logarithms_of_one_plus_the_relative_errors
 def test_it_adds_the_error_of_every_block_but_the_last_to_the_calibration_loss(distill, teacher, masked):
     model, learned = masked
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    inputs = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
-    own, wanted = (one(**inputs, output_hidden_states=True).hidden_states[1:3] for one in (model, teacher))
+    own, wanted = (one(**INPUTS, output_hidden_states=True).hidden_states[1:3] for one in (model, teacher))
     error = hidden_error(own, wanted, PADDED["attention_mask"].bool())
     assert error > 0.01
     without = training_loss(model, PADDED, lambda: nullcontext(teacher), distill)
@@ -121,8 +121,7 @@ def test_padding_whose_state_is_zero_has_no_effect():
 
 def test_the_error_of_a_block_trains_only_the_blocks_before(masked):
     model, learned = masked
-    inputs = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
-    states = model(**inputs, output_hidden_states=True).hidden_states[2:3]  # after the second block
+    states = model(**INPUTS, output_hidden_states=True).hidden_states[2:3]  # after the second block
     hidden_error(states, [torch.randn_like(states[0])], PADDED["attention_mask"].bool()).backward()
     for name, one in learned.items():
         gradient = one.layer.weight.grad

@@ -47,13 +47,10 @@ def prune_admm(
     Algorithm and constants are those of the paper's code (fmfi-compbio/admm-pruning, lib/admm.py).
 
     Args:
-        weight: [out_features, in_features].
         iterations: number of updates of W, Z and U.
         mask_iterations: number of the first iterations, which select a new mask.
         damping: added to the diagonal of X X^T, in units of its mean.
         rho: weight of the penalty |W - Z|^2, in the same units.
-    Returns:
-        mask, bool, and the updated weight in the dtype of the computation; both the shape of `weight`.
     Raises:
         InputError: A + rho I is not positive definite.
     """

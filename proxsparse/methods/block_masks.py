@@ -16,8 +16,7 @@ MOST = 20_000
 def block_masks(pattern: NMPattern, device: torch.device | None = None) -> Tensor:
     """bool [C(m, n), m], True = kept: every way to keep n of m weights, in lexicographic order of the kept indices.
 
-    Raises:
-        InputError: there are more than 20,000.
+    Raises InputError if there are more than `MOST`.
     """
     count = comb(pattern.m, pattern.n)
     if count > MOST:

@@ -18,7 +18,6 @@ from proxsparse.models.checks import evaluating
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast, autocast_dtype
 from proxsparse.runtime.distributed import all_reduce_sum, shard_items
-from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.best_weights import BestWeights
 from proxsparse.training.held_layer import hold_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
@@ -68,29 +67,25 @@ def train_kept_weights(
         best.observe(0)
     seconds_before = state.seconds
 
-    samples, stop = own_samples(batches, state), StopSignal()
-    with training(state, checkpoints, "training the kept weights", stop, teacher) as end_step:
-        while not state.complete and not stop.number:
+    samples = own_samples(batches, state)
+    with training(state, checkpoints, "training the kept weights", teacher) as end_step:
+        while not state.complete and not state.stop.number:
             end_step(train_step(state, samples, loss, compute_dtype))
 
     best.take_best_()
     figures = {
         "steps": state.step,
         "tokens": state.tokens,
-        "held_out": {"losses": best.losses, "best_step": best.best_step if best.losses else None},
+        "held_out": {"losses": best.losses, "best_step": best.smallest()[0]},
         "trained_weights": sum(weight.numel() for weight in weights_of(optimizer).values()),
     }
     masks = {name: layer.mask().cpu() for name, layer in held.items()}
     more = {"trained": frozenset(trained), "seconds_before": seconds_before}
-    return Pruned(masks, figures, **more, complete=state.complete, stop=stop)
+    return Pruned(masks, figures, **more, complete=state.complete, stop=state.stop)
 
 
 def split(batches: Sequence[Batch], options: FinetuneOptions) -> tuple[Sequence[Batch], list[Batch]]:
-    """The batches to train on, and the last batches, with at least --held_out samples, to measure.
-
-    Raises:
-        InputError: no sample is left to train on.
-    """
+    """The batches to train on (InputError if none is left), and the last ones, with at least --held_out samples."""
     held_out, samples = [], 0
     for batch in reversed(batches):
         if samples >= options.held_out:
@@ -118,11 +113,7 @@ def held_out_loss(
     compute_dtype: torch.dtype | None,
     loss_of_batch: Callable[[Batch], Tensor],
 ) -> float:
-    """The mean loss over all predicted tokens of the batches of all processes.
-
-    Raises:
-        InputError: it is not finite.
-    """
+    """The mean loss over all predicted tokens of the batches of all processes. InputError if it is not finite."""
     loss, tokens = 0.0, 0
     with evaluating(model), autocast(model.device, compute_dtype):
         for batch, counts in shard_items(batches):

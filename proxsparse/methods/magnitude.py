@@ -11,11 +11,5 @@ from proxsparse.patterns import NMPattern
     "magnitude", updates_weights=False, paper="Han et al. 2015, Learning both Weights and Connections"
 )
 def prune_magnitude(weight: Tensor, statistics: None, pattern: NMPattern) -> tuple[Tensor, None]:
-    """score_ij = |W_ij|; the n largest scores of every block are kept.
-
-    Args:
-        weight: [out_features, in_features].
-    Returns:
-        mask, bool, the shape of `weight`; None: the weights are unchanged.
-    """
+    """score_ij = |W_ij|; the n largest scores of every block are kept."""
     return nm_mask(weight.abs(), pattern), None

@@ -114,7 +114,7 @@ def prune_maskllm(
     with evaluating(model), torch.enable_grad(), phase("maskllm", steps) as current:
         for step in current.count(range(steps)):
             time = step / steps
-            sharpness = linear(scale, final_scale, time), linear(tau, final_tau, time)
+            sharpness = scale + (final_scale - scale) * time, tau + (final_tau - tau) * time
             weights = {
                 f"{name}.weight": soft_weight(layer.weight, logits[name], choices[name], *sharpness, generator)
                 for name, layer in layers.items()
@@ -131,7 +131,8 @@ def prune_maskllm(
                     f"maskllm, step {step + 1} of {steps}: loss {loss.item()}, gradient norm {gradient_norm.item()}"
                     f"{where}; use bfloat16 or float32 (--precision), or lower learning_rate"
                 )
-            optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
+            rate = final_learning_rate + (learning_rate - final_learning_rate) * (1 + math.cos(math.pi * time)) / 2
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             current.note = f"loss {loss.item():.3f}"
     masks = {}
@@ -141,7 +142,6 @@ def prune_maskllm(
     return Pruned(masks)
 
 
-@torch.no_grad()
 def prior_masks(
     prior: str, model: nn.Module, layers: dict[str, nn.Linear], batches: Batches, patterns: dict[str, NMPattern]
 ) -> dict[str, Tensor]:
@@ -201,13 +201,3 @@ def language_loss(model: nn.Module, weights: dict[str, Tensor], batch: dict[str,
 def squared_norm(weights: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of all weights, a float32 scalar."""
     return sum(weight.float().square().sum().to(device) for weight in weights)
-
-
-def linear(first: float, final: float, time: float) -> float:
-    """From `first` at time 0 to `final` at time 1."""
-    return first + (final - first) * time
-
-
-def half_cosine(first: float, final: float, time: float) -> float:
-    """From `first` at time 0 to `final` at time 1, flat at both ends."""
-    return final + (first - final) * (1 + math.cos(math.pi * time)) / 2

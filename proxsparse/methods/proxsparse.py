@@ -5,29 +5,25 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import register_method
 from proxsparse.methods.walk import Batches
+from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.snap import snap_
 from proxsparse.ops import nm_mask
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast_dtype
 from proxsparse.runtime.sharding import local
-from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.learnable_layer import dense, make_learnable_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
-from proxsparse.training.loss import require_blocks, training_loss
+from proxsparse.training.loss import training_loss
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
-from proxsparse.training.optimizer import prox_adamw, reg_lambda_range
+from proxsparse.training.optimizer import prox_adamw
 from proxsparse.training.options import LearningOptions
 from proxsparse.training.scaling import activation_scaling
 from proxsparse.training.state import TrainState
-
-
-def check(**options) -> None:
-    """Raises InputError for an option that is out of range."""
-    LearningOptions(**options).check()
 
 
 @register_method(
@@ -35,7 +31,7 @@ def check(**options) -> None:
     needs_data=True,
     updates_weights=False,
     paper="Liu et al. 2025, ProxSparse: Regularized Learning of Semi-Structured Sparsity Masks for Pretrained LLMs",
-    check=check,
+    check=lambda **options: LearningOptions(**options).check(),
     options={field.name: field.default for field in dataclasses.fields(LearningOptions)},
 )
 def learn_masks(
@@ -67,8 +63,10 @@ def learn_masks(
     options, compute_dtype = LearningOptions(**options).check(), autocast_dtype(model.device)
     weights = pretrained or {name: weight.detach().clone() for name, weight in model.named_parameters()}
     steps = step_count(len(batches), options)
-    if options.match_hidden:
-        require_blocks(model)
+    if options.match_hidden and len(decoder_blocks(model)) < 2:
+        raise InputError(
+            "--match_hidden: the model has one decoder block, but the last one is not matched; leave it out"
+        )
     newest = checkpoints and checkpoints.newest_step()
     scales = {}
     if options.masked and newest:
@@ -86,17 +84,18 @@ def learn_masks(
 
     loss_options = {name: getattr(options, name) for name in ("distill", "match_hidden", "compile")}
     loss = partial(training_loss, model, teacher=partial(dense, model, learned.values()), **loss_options)
-    samples, stop = own_samples(batches, state), StopSignal()
-    with training(state, checkpoints, "learning the masks", stop) as end_step:
-        while not state.complete and not stop.number:
+    samples = own_samples(batches, state)
+    with training(state, checkpoints, "learning the masks") as end_step:
+        while not state.complete and not state.stop.number:
             end_step(train_step(state, samples, loss, compute_dtype))
         masks = state.masks()  # within the block, which restores the signals if this fails
 
     magnitude = {name: nm_mask(layer.pretrained.abs(), layer.pattern).cpu() for name, layer in learned.items()}
+    lambdas = [group["reg_lambda"] for group in state.optimizer.param_groups if group["reg_lambda"]] or [0.0]
     figures = {
         "steps": state.step,
         "tokens": state.tokens,
-        "reg_lambda": reg_lambda_range(state.optimizer),
+        "reg_lambda": {"min": min(lambdas), "max": max(lambdas)},
         "feasible_share": feasible_share(learned.values()),
         "magnitude_agreement": agreement(masks, magnitude, learned),
         "mask_similarity": monitor.similarity(),
@@ -104,4 +103,4 @@ def learn_masks(
     if not pretrained:
         snap_(model, weights, masks)
     more = {"baselines": {"magnitude": magnitude}, "seconds_before": seconds_before}
-    return Pruned(masks, figures, **more, complete=state.complete, stop=stop)
+    return Pruned(masks, figures, **more, complete=state.complete, stop=state.stop)

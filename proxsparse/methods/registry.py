@@ -57,8 +57,8 @@ def register_method(
     def add(prune: Callable) -> Callable:
         defaults = options_of(prune) if options is None else options
         takes = tuple(name for name in ("checkpoints", "pretrained") if name in inspect.signature(prune).parameters)
-        more = {"check": check, "takes": takes, "descriptions": describe_options(prune)}
-        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, defaults, **more)
+        about = name, needs_data, updates_weights, paper
+        _methods[name] = Method(*about, prune, defaults, check, takes, describe_options(prune))
         return prune
 
     return add
@@ -73,19 +73,19 @@ def register_layer_method(
 ):
     """Decorator: registers a function that prunes one layer; it is called for every layer in model order.
 
-        prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if unchanged)
+    prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if unchanged)
 
-    Its argument `statistics` is an instance of the class given here, see `walk`; without a class it is None, and the
-    method needs no data.
+    weight: [out_features, in_features]
+    statistics: of the layer's calibration inputs, an instance of the class given here, see `walk`; None without a
+        class, and the method needs no data
+    mask: bool, the shape of `weight`; new weight: the same shape, in the dtype of the computation
     """
-    needs_data = statistics is not None
 
     def add(prune_layer: Callable) -> Callable:
         prune = partial(prune_layers_, name, prune_layer, statistics)
-        options = options_of(prune_layer)
-        takes = ("checkpoints",) if needs_data else ()
-        more = {"check": check, "takes": takes, "descriptions": describe_options(prune_layer)}
-        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, **more)
+        takes = ("checkpoints",) if statistics else ()
+        about = name, statistics is not None, updates_weights, paper
+        _methods[name] = Method(*about, prune, options_of(prune_layer), check, takes, describe_options(prune_layer))
         return prune_layer
 
     return add

@@ -62,13 +62,9 @@ def prune_sparsegpt(
     The mask of a block is selected at its first column: the n largest w_k^2 / U_kk^2, with w as updated so far.
 
     Args:
-        weight: [out_features, in_features].
         damping: added to the diagonal of H, in units of its mean.
         chunk: columns after which the rest of the matrix is updated; affects only the speed.
         update_weights: false: the same mask, but the kept weights are the pretrained ones.
-    Returns:
-        mask, bool, and the updated weight in the dtype of the computation, both the shape of `weight`; None instead
-        of the weight without `update_weights`.
     Raises:
         InputError: H is not positive definite.
     """

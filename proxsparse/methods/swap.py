@@ -29,11 +29,7 @@ def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, swe
     """Starts from Wanda's mask and reduces the error of the layer's output, see `improve_mask`.
 
     Args:
-        weight: [out_features, in_features].
-        statistics: X X^T of the layer's calibration inputs.
         sweeps: largest number of passes over all blocks. Each costs one product of `weight` with X X^T.
-    Returns:
-        mask, bool, the shape of `weight`; None: the weights are unchanged.
     Raises:
         InputError: a block has too many possible masks to enumerate them.
     """
@@ -42,7 +38,6 @@ def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, swe
     return improve_mask(weight, gram, start, pattern, sweeps), None
 
 
-@torch.no_grad()
 def improve_mask(weight: Tensor, gram: Tensor, mask: Tensor, pattern: NMPattern, sweeps: int = 20) -> Tensor:
     """Block coordinate descent on  ||P X||_F^2 = sum over rows of p H p^T,  P = W where pruned, else 0.
 

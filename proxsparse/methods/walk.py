@@ -30,6 +30,7 @@ from proxsparse.runtime.device import full_precision
 from proxsparse.runtime.progress import phase
 
 Batches = Sequence[Batch]
+REMEDY = "so blocks cannot be calibrated one by one; use --method magnitude or proxsparse train"
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def prune_layers_(
     masks = {}
 
     def visit(collected: dict) -> None:
-        updated = {}
+        tensors = {}
         for name, statistic in collected.items():
             layer = layers[name]
             try:
@@ -58,10 +59,9 @@ def prune_layers_(
                 raise InputError(f"{name}: {error}") from error
             masks[name] = apply_mask_(layer, mask, new_weight)
             if new_weight is not None:
-                updated[name] = layer.weight
+                tensors[f"weight.{name}"] = layer.weight.detach()
         if checkpoints:
-            tensors = {f"mask.{name}": pack_mask(masks[name]) for name in collected}
-            tensors |= {f"weight.{name}": weight.detach() for name, weight in updated.items()}
+            tensors |= {f"mask.{name}": pack_mask(masks[name]) for name in collected}
             checkpoints.save(block_name(collected), tensors, {})
 
     def restored(inside: dict[str, nn.Linear]) -> bool:
@@ -88,7 +88,6 @@ def block_name(layers: Iterable[str]) -> str:
     return os.path.commonpath([name.replace(".", "/") for name in layers]).replace("/", ".")
 
 
-@torch.no_grad()
 def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None) -> Tensor:
     """Prunes one layer in place, optionally with new weights, and returns the mask on the CPU."""
     weight = layer.weight if new_weight is None else new_weight.to(layer.weight)
@@ -161,10 +160,10 @@ def walk(
     with evaluating(model), phase(title, len(blocks), "decoder block") as current:
         # one sample at a time: the experts of a mixture could not distinguish padding from text
         samples = capture_samples(model, blocks, list(single_samples(batches)))
-        insides, waiting_layers = [], dict(layers)  # a layer in several blocks is pruned in the first of them
+        insides, left = [], dict(layers)  # a layer in several blocks is pruned in the first of them
         for block in blocks:
-            insides.append(layers_inside(block, waiting_layers))
-            waiting_layers = {name: layer for name, layer in waiting_layers.items() if name not in insides[-1]}
+            modules = set(block.modules())
+            insides.append({name: left.pop(name) for name, layer in list(left.items()) if layer in modules})
         waiting = [index for index, inside in enumerate(insides) if inside and not restored(inside)]
         last = max(waiting, default=-1)
         for index in current.count(range(last + 1)):
@@ -172,12 +171,6 @@ def walk(
                 visit(statistics_of(blocks[index], index, insides[index], samples, collect))
             for sample in samples if index < last else ():
                 sample.hidden = sample.run(blocks[index], index)
-
-
-def layers_inside(block: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
-    """The layers that are in the decoder block."""
-    inside = set(block.modules())
-    return {name: layer for name, layer in layers.items() if layer in inside}
 
 
 def statistics_of(
@@ -220,10 +213,7 @@ def capture_samples(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]
 
     Most models pass the same objects to all blocks; the forward pass can then stop at the first block. Models with
     blocks of several kinds (sliding windows, different rotary embeddings) do not. The longest text decides, because
-    short texts may have no mask.
-
-    Raises:
-        InputError: no sample; or as `capture_sample` and `check_arguments`.
+    short texts may have no mask. Raises as `capture_sample` and `check_arguments`.
     """
     if not texts:
         raise InputError("no calibration sample: this method needs data; give at least one batch")
@@ -237,9 +227,7 @@ def capture_samples(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]
 
 def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:
     """Whether all calls have the same objects as arguments."""
-    objects = [
-        ([id(value) for value in args], {name: id(value) for name, value in kwargs.items()}) for args, kwargs in calls
-    ]
+    objects = [{name: id(value) for name, value in named_arguments(call).items()} for call in calls]
     return all(others == objects[0] for others in objects)
 
 
@@ -272,8 +260,7 @@ def capture_sample(
         if not in_order or not isinstance(hidden, Tensor) or not is_same(hidden, previous):
             raise InputError(
                 f"{type(model).__name__} does not call its decoder blocks once and in order, each with the output of "
-                "the previous one, so blocks cannot be calibrated one by one; use --method magnitude or proxsparse "
-                "train"
+                f"the previous one, {REMEDY}"
             )
         first.append(hidden)
         named = {name: refer(value) for name, value in kwargs.items()}
@@ -283,10 +270,8 @@ def capture_sample(
 
     def note(block: nn.Module, _args: tuple, output: object) -> object:
         if not isinstance(output, Tensor) and type(output) not in (tuple, list):
-            raise InputError(
-                f"{type(block).__name__} returns a {type(output).__name__} instead of hidden states, so blocks cannot "
-                "be calibrated one by one; use --method magnitude or proxsparse train"
-            )
+            found = type(output).__name__
+            raise InputError(f"{type(block).__name__} returns a {found} instead of hidden states, {REMEDY}")
         if change is not None:
             changed = change(hidden_of(output))
             output = type(output)((changed, *output[1:])) if isinstance(output, tuple | list) else changed
@@ -303,8 +288,7 @@ def capture_sample(
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     if len(calls) < needed:
         raise InputError(
-            f"{type(model).__name__} has called only {len(calls)} of its {len(blocks)} decoder blocks, so they cannot "
-            "be calibrated one by one; use --method magnitude or proxsparse train"
+            f"{type(model).__name__} has called only {len(calls)} of its {len(blocks)} decoder blocks, {REMEDY}"
         )
     return Sample(first[0], calls * (len(blocks) // needed), needed_later)
 
@@ -328,8 +312,7 @@ def check_arguments(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, whole:
             if not everywhere and not is_equal(value, named_arguments(other).get(name)):
                 raise InputError(
                     f"decoder block {index}: {type(blocks[index]).__name__} has an argument ({name}) that "
-                    f"{type(model).__name__} computes from earlier blocks, so blocks cannot be calibrated one by one; "
-                    "use --method magnitude or proxsparse train"
+                    f"{type(model).__name__} computes from earlier blocks, {REMEDY}"
                 )
 
 

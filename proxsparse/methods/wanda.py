@@ -15,13 +15,6 @@ from proxsparse.patterns import NMPattern
     statistics=FeatureNorms,
 )
 def prune_wanda(weight: Tensor, statistics: FeatureNorms, pattern: NMPattern) -> tuple[Tensor, None]:
-    """score_ij = |W_ij| * ||X_j||_2; the n largest scores of every block are kept.
-
-    Args:
-        weight: [out_features, in_features].
-        statistics: the norms of the layer's calibration inputs.
-    Returns:
-        mask, bool, the shape of `weight`; None: the weights are unchanged.
-    """
+    """score_ij = |W_ij| * ||X_j||_2; the n largest scores of every block are kept."""
     norms = statistics.norms()
     return nm_mask(weight.abs().to(norms.dtype) * norms, pattern), None

@@ -20,7 +20,6 @@ from proxsparse.runtime.sharding import local
 # values.
 VARIANTS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 EXECUTION = {"foreach": None, "capturable": False, "fused": None}
-WITHOUT_PROX = {"reg_lambda": 0.0, "scale": None}
 # Attributes of the optimizer that are not part of the state.
 SETUP = ("moment_dtype", "master_weights", "stochastic_rounding")
 
@@ -214,37 +213,31 @@ class ProxAdamW(Optimizer):
     def _steps_of_group(
         self, group: dict, first: int, lr: float, reg_lambda: float
     ) -> dict[Tensor, tuple[dict, Masked | None]]:
-        """Every parameter with a gradient -> its fused step and what it masks.
+        """Every parameter with a gradient -> its fused step, of the rows in this process, and what it masks.
 
         `first` is the number of the first parameter, over all groups.
         """
         pruned, scale, steps = set(param_groups.pruned_parameters(group)), group["prox_scale"], {}
-        pattern = NMPattern.parse(group["pattern"])
-        for number, parameter in enumerate(group["params"], first):
-            if parameter.grad is not None:
-                prox, frozen_lambda = WITHOUT_PROX, 0.0
-                scale = None if scale is None else scale.to(parameter.device)
-                if parameter in pruned:
-                    prox, frozen_lambda = {"reg_lambda": reg_lambda, "scale": scale}, group["frozen_lambda"]
-                step = self._step_of_parameter(parameter, number, group, lr, frozen_lambda)
-                step |= prox | {"pattern": pattern}
-                out = self.masked.get(parameter)
-                steps[parameter] = step, out and Masked(*map(local, out), scale)
-        return steps
-
-    def _step_of_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, frozen_lambda: float) -> dict:
-        """AdamW on the rows of the parameter in this process; `number` counts over all groups."""
-        state = self.prepare_state(parameter, frozen_lambda > 0)
-        step = int(state["step"]) + 1
         stochastic = self.stochastic_rounding or self.moment_dtype is not None
-        tensors = {key: local(state[key]) for key in ("exp_avg", "exp_avg_sq", "master") if key in state}
-        tensors |= {"weight": local(parameter), "grad": local(parameter.grad)}
-        if frozen_lambda > 0:
-            frozen = local(state["pretrained"]), frozen_lambda, group["frozen_eps"]
-            tensors["grad"] = with_frozen_term(tensors, *frozen)
-        settings = {key: group[key] for key in ("betas", "eps", "weight_decay")}
-        seed = call_seed(group["seed"], number, step) if stochastic else None
-        return tensors | settings | {"step": step, "lr": lr, "seed": seed}
+        settings = {key: group[key] for key in ("betas", "eps", "weight_decay")} | {"lr": lr}
+        settings |= {"pattern": NMPattern.parse(group["pattern"])}
+        for number, parameter in enumerate(group["params"], first):
+            if parameter.grad is None:
+                continue
+            has_prox = parameter in pruned
+            frozen = has_prox and group["frozen_lambda"] > 0
+            state = self.prepare_state(parameter, frozen)
+            count = int(state["step"]) + 1
+            step = {key: local(state[key]) for key in ("exp_avg", "exp_avg_sq", "master") if key in state}
+            step |= settings | {"weight": local(parameter), "grad": local(parameter.grad), "step": count}
+            if frozen:
+                step["grad"] = with_frozen_term(step, local(state["pretrained"]), group)
+            scale = None if scale is None else scale.to(parameter.device)
+            step |= {"reg_lambda": reg_lambda, "scale": scale} if has_prox else {"reg_lambda": 0.0}
+            step["seed"] = call_seed(group["seed"], number, count) if stochastic else None
+            out = self.masked.get(parameter)
+            steps[parameter] = step, out and Masked(*map(local, out), scale)
+        return steps
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.master_weights and parameter.dtype in (torch.bfloat16, torch.float16)
@@ -272,7 +265,10 @@ class ProxAdamW(Optimizer):
         """Normalizes the group; raises ValueError for unsupported settings."""
         param_groups.check_group(group)
         check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
-        check_frozen(group["frozen_lambda"], group["frozen_eps"])
+        if not in_range(group["frozen_lambda"], 0):
+            raise ValueError(f"frozen_lambda={group['frozen_lambda']!r} must be a finite number >= 0 (0 turns it off)")
+        if not in_range(group["frozen_eps"], 0) or group["frozen_eps"] == 0:
+            raise ValueError(f"frozen_eps={group['frozen_eps']!r} must be a finite number > 0, such as 0.1")
         for key, value in VARIANTS.items():
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")
@@ -364,17 +360,9 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def check_frozen(frozen_lambda: float, frozen_eps: float) -> None:
-    """Raises ValueError for settings of the frozen-weight term that are out of range."""
-    if not in_range(frozen_lambda, 0):
-        raise ValueError(f"frozen_lambda={frozen_lambda!r} must be a finite number >= 0 (0 turns it off)")
-    if not in_range(frozen_eps, 0) or frozen_eps == 0:
-        raise ValueError(f"frozen_eps={frozen_eps!r} must be a finite number > 0, such as 0.1")
-
-
-def with_frozen_term(tensors: dict[str, Tensor], pretrained: Tensor, frozen_lambda: float, eps: float) -> Tensor:
+def with_frozen_term(step: dict, pretrained: Tensor, group: dict) -> Tensor:
     """grad + lambda_2 dReg_W0/dW at the master or the weight, in the dtype of the weight."""
-    weight, arithmetic = tensors["weight"], arithmetic_of(tensors["weight"])
-    w = tensors.get("master", weight).to(arithmetic)
-    penalty = frozen_penalty_grad(w, pretrained.to(arithmetic), eps)
-    return penalty.mul_(frozen_lambda).add_(tensors["grad"]).to(weight.dtype)
+    weight, arithmetic = step["weight"], arithmetic_of(step["weight"])
+    w = step.get("master", weight).to(arithmetic)
+    penalty = frozen_penalty_grad(w, pretrained.to(arithmetic), group["frozen_eps"])
+    return penalty.mul_(group["frozen_lambda"]).add_(step["grad"]).to(weight.dtype)

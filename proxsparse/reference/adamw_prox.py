@@ -8,8 +8,6 @@ from torch import Tensor
 from proxsparse.patterns import PatternLike
 from proxsparse.reference.prox import prox_nm
 
-# ---------------------------------------------------------------------------------------------- the fused step
-
 
 def adamw_prox(
     weight: Tensor,

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from proxsparse.patterns import NMPattern, PatternLike
 
-# ---------------------------------------------------------------------------------------------- masks
-
 
 def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
     """True for the n largest scores of every block; for equal scores the lower index wins, and NaN is the largest.

@@ -12,9 +12,6 @@ from proxsparse.reference.regularizers import elementary_symmetric
 TWO_SPARSE_FROM = (1 + math.sqrt(2)) / 2
 
 
-# ---------------------------------------------------------------------------------------------- the prox
-
-
 def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
     """argmin_V 1/2 ||V - c * W||_F^2 + reg_lambda * Reg_{N:M}(V), divided by c; a global minimizer.
 
@@ -41,8 +38,7 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
     v, c = pattern.blocks(exact * c), pattern.blocks(c)
     finite = v.isfinite().all(-1, keepdim=True)
     magnitude, order = torch.where(finite, v, 0.0).abs().sort(dim=-1, descending=True, stable=True)
-    sorted_prox = solver_for(pattern)(magnitude, reg_lambda)
-    shrunk = torch.empty_like(v).scatter_(-1, order, sorted_prox)
+    shrunk = torch.empty_like(v).scatter_(-1, order, solve(magnitude, reg_lambda, pattern))
     unchanged = (shrunk == v.abs()) | ~finite
     new = (shrunk.copysign(v) / c).to(weight.dtype)
     new = torch.where(new == 0, 0.0, new)  # +0.0, also for small negative numbers rounded to zero
@@ -52,13 +48,11 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
     return result
 
 
-def solver_for(pattern: NMPattern):
-    """The solver for sorted blocks: (z [..., m] descending and >= 0, lambda) -> argmin_{w >= 0}, same shape."""
+def solve(z: Tensor, reg_lambda: float, pattern: NMPattern) -> Tensor:
+    """argmin_{w >= 0} of sorted blocks: z [..., m], descending and >= 0 -> the same shape."""
     if (pattern.n, pattern.m) == (2, 4):
-        return solve_24
-    if pattern.n == 1:
-        return solve_1m
-    return lambda z, reg_lambda: solve_nm(z, reg_lambda, pattern.n)
+        return solve_24(z, reg_lambda)
+    return solve_1m(z, reg_lambda) if pattern.n == 1 else solve_nm(z, reg_lambda, pattern.n)
 
 
 def objective(w: Tensor, z: Tensor, reg_lambda: float, n: int) -> Tensor:
@@ -202,9 +196,10 @@ def solve_nm(z: Tensor, reg_lambda: float, n: int) -> Tensor:
             for i in range(support):
                 others = torch.stack(w[:i] + w[i + 1 :], dim=-1)
                 w[i] = (z[..., i] - reg_lambda * elementary_symmetric(others, n)).clamp_min(0)
-            if bool(((torch.stack(w, dim=-1) - before).abs() <= tolerance * z[..., :1]).all()):
+            after = torch.stack(w, dim=-1)
+            if bool(((after - before).abs() <= tolerance * z[..., :1]).all()):
                 break
-        candidate = torch.cat([torch.stack(w, dim=-1), torch.zeros_like(z[..., support:])], dim=-1)
+        candidate = torch.cat([after, torch.zeros_like(z[..., support:])], dim=-1)
         candidate_objective = objective(candidate, z, reg_lambda, n)
         better = candidate_objective < best_objective
         best = torch.where(better[..., None], candidate, best)
@@ -218,9 +213,7 @@ def symmetric_point(top: Tensor, reg_lambda: float, n: int) -> Tensor:
     low, high = torch.zeros_like(mean), mean.clone()
     for _ in range(60):
         middle = (low + high) / 2
-        value = (
-            middle
-            + reg_lambda * elementary_symmetric(middle.expand(*middle.shape[:-1], top.shape[-1] - 1), n)[..., None]
-        )
+        others = middle.expand(*middle.shape[:-1], top.shape[-1] - 1)
+        value = middle + reg_lambda * elementary_symmetric(others, n)[..., None]
         low, high = torch.where(value < mean, middle, low), torch.where(value < mean, high, middle)
     return (low + high) / 2

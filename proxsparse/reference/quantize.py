@@ -32,13 +32,8 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
     8 bits: scale = max |value| / 127 of a row, rounded up, so that no code is clipped even where float16 scales are
     subnormal. 4 bits: scale = value / e for the value of largest magnitude of a group and the e in `EXTREMES` with the
-    least sum of (code * scale - value)^2.
-
-    Raises:
-        ValueError: bits is neither 8 nor 4, the dtype is not floating point, k is odd with 4 bits, or a value is not
-            finite or above half of the largest number of its dtype, near which a code times its scale overflows.
+    least sum of (code * scale - value)^2. The caller has called `check_values`.
     """
-    check_values(values, bits)
     exact = values.double() if values.dtype == torch.float64 else values.float()
     if bits == 8:
         largest = functional.pad(exact.abs(), (0, 1)).amax(-1, keepdim=True)  # padded for k = 0
@@ -127,7 +122,7 @@ def shape_of_scales(codes: Tensor) -> tuple[int, ...]:
 
 
 def check_values(values: Tensor, bits: int) -> None:
-    """Raises ValueError for what `quantize` refuses."""
+    """Raises ValueError for values that have no codes."""
     if bits not in CODES:
         raise ValueError(f"bits={bits!r}: values can have 8 or 4 bits; 16 keeps them as they are")
     check_dtype(values, "values")
@@ -135,7 +130,7 @@ def check_values(values: Tensor, bits: int) -> None:
         raise ValueError("values of shape []: they must have at least one dimension")
     if bits == 4 and values.shape[-1] % 2:
         raise ValueError(f"values of shape {list(values.shape)}: 4-bit codes need an even number of values in a row")
-    most = torch.finfo(values.dtype).max / 2
+    most = torch.finfo(values.dtype).max / 2  # near the largest number a code times its scale overflows
     if not (values.abs() <= most).all():
         raise ValueError(
             f"values contain NaN, infinity or a magnitude above {most:.3g}, which have no code; load the weights again"

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from proxsparse.patterns import NMPattern, PatternLike
 
-# ---------------------------------------------------------------------------------------------- regularizers
-
 
 def elementary_symmetric(x: Tensor, k: int) -> Tensor:
     """e_k(x): the sum of the products of all k-subsets, along the last dimension.

@@ -32,20 +32,14 @@ class BestWeights:
         if not self.measures(step):
             return {}
         loss = self.measure()
-        if loss < self.best_loss:
+        if loss < self.smallest()[1]:
             self._copy(self.weights, self.best)
         self.losses.append([step, loss])
         return {"held_out_loss": loss}
 
-    @property
-    def best_loss(self) -> float:
-        """The smallest held-out loss so far."""
-        return min((loss for _, loss in self.losses), default=math.inf)
-
-    @property
-    def best_step(self) -> int:
-        """The step of the smallest held-out loss."""
-        return min(self.losses, key=lambda point: point[1])[0]
+    def smallest(self) -> tuple[int | None, float]:
+        """Step and value of the smallest held-out loss so far; (None, inf) before the first one."""
+        return tuple(min(self.losses, key=lambda point: point[1], default=(None, math.inf)))
 
     def take_best_(self) -> None:
         """Replaces the weights by the best ones, if any were measured."""

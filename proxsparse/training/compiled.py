@@ -4,7 +4,7 @@ A GPU then runs about 40 kernels for a decoder block and its gradient instead of
 (`benchmarks/step_operations.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -19,8 +19,7 @@ from proxsparse.models.layers import decoder_blocks
 def compiled_blocks(*models: nn.Module) -> Iterator[None]:
     """Within the block, the decoder blocks of the models are compiled, at their first forward pass.
 
-    Raises:
-        InputError: within the block, if they cannot be compiled.
+    An error of the compilers is an InputError.
     """
     from torch._dynamo.exc import ShortenTraceback  # of errors of the compilers
 
@@ -40,7 +39,4 @@ def compiled_blocks(*models: nn.Module) -> Iterator[None]:
             block._compiled_call_impl = compiled_call
 
 
-@cache
-def compiled(function: Callable) -> Callable:
-    """The function, compiled at its first call."""
-    return torch.compile(function)
+compiled = cache(torch.compile)  # of a function: compiled once, at its first call

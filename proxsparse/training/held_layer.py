@@ -29,32 +29,25 @@ class HeldLayer(LearnableLayer):
             local(self.weight.grad).masked_fill_(~self.held, 0.0)
 
 
-@torch.no_grad()
 def hold_layers(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> dict[str, HeldLayer]:
     """Layer name -> the layer with the mask that its zeros define: the n largest weights of every block.
 
     A block with more zeros than the pattern needs keeps the first of them, so every block keeps n weights that can be
-    trained. All processes of a sharded model must call it.
-
-    Raises:
-        InputError: a layer is not N:M; names it.
+    trained. All processes of a sharded model must call it. Raises as `require_held`.
     """
     require_held(layers, patterns)
     found = {}
     for name, layer in layers.items():
         weight, pattern = local(layer.weight.detach()), patterns[name]
-        mask = nm_mask(weight.abs(), pattern)
-        found[name] = HeldLayer(layer, layer.weight, weight, None, pattern, mask)
+        found[name] = HeldLayer(layer, layer.weight, weight, None, pattern, nm_mask(weight.abs(), pattern))
     return found
 
 
-@torch.no_grad()
 def require_held(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> None:
     """Raises InputError if a layer is not N:M; names it."""
     for name, layer in layers.items():
         weight, pattern = local(layer.weight.detach()), patterns[name]
-        more = (pattern.nonzeros(weight) > pattern.n).sum()
-        if more := int(sum_of_shards(more, layer.weight)):
+        if more := int(sum_of_shards((~pattern.feasible_blocks(weight)).sum(), layer.weight)):
             blocks = pattern.count(layer.weight.shape)
             raise InputError(
                 f"layer {name} is not {pattern}: {more:,} of its {blocks:,} blocks have more than {pattern.n} non-zero "

@@ -83,13 +83,11 @@ def dense(model: nn.Module, learned: Iterable[LearnableLayer]) -> Iterator[nn.Mo
             layer.remask_()
 
 
-@torch.no_grad()
 def count_not_finite(learned: Iterable[LearnableLayer]) -> int:
     """Number of learned weights that are NaN or infinite, in all processes together."""
     return sum(int(sum_of_shards((~local(layer.weight).isfinite()).sum(), layer.weight)) for layer in learned)
 
 
-@torch.no_grad()
 def make_learnable_layers(
     layers: dict[str, nn.Linear],
     pretrained: dict[str, Tensor],

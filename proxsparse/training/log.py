@@ -3,6 +3,8 @@
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from proxsparse.io.atomic import write_file
@@ -18,8 +20,9 @@ NOTED = {  # figures of a step that the progress bar shows
 }
 
 
-class RunLog:
-    """Writes rows to metrics.jsonl and the progress bar, on rank zero only.
+@contextmanager
+def run_log(run_dir: Path | None, done: int, steps: int, title: str) -> Iterator[Callable[[dict], None]]:
+    """Metrics.jsonl and the progress bar of a training, on rank zero only.
 
     Every row is flushed, so a killed run keeps its rows.
 
@@ -28,34 +31,25 @@ class RunLog:
         done: number of finished steps.
         steps: number of all steps.
         title: title of the progress bar.
+    Yields:
+        `log_step(row)`, which counts one step, and records its row of "step" and numbers if it has a loss.
     """
+    writes = run_dir is not None and is_rank_zero()
+    path = run_dir / "metrics.jsonl" if writes else Path(os.devnull)
+    if writes and path.exists():  # rows after the checkpoint are written again
+        lines = path.read_bytes().splitlines(keepends=True)
+        write_file(path, b"".join(line for line in lines if step_of_row(line) <= done))
+    with path.open("a", encoding="utf-8") as file, phase(title, steps, done=done) as learning:
 
-    def __init__(self, run_dir: Path | None, done: int, steps: int, title: str):
-        writes = run_dir is not None and is_rank_zero()
-        path = run_dir / "metrics.jsonl" if writes else Path(os.devnull)
-        if writes and path.exists():  # rows after the checkpoint are written again
-            lines = path.read_bytes().splitlines(keepends=True)
-            write_file(path, b"".join(line for line in lines if step_of_row(line) <= done))
-        self.file = path.open("a", encoding="utf-8")
-        self.bar = phase(title, steps, done=done)
+        def log_step(row: dict) -> None:
+            if "loss" in row:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                learning.result = f"loss {row['loss']:.3f}"
+                learning.note = " ".join(text.format(row[name]) for name, text in NOTED.items() if name in row)
+            learning.step()
 
-    def step(self, row: dict) -> None:
-        """Counts one step, and records its row of "step" and numbers if it has a loss."""
-        if "loss" in row:
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
-            self.learning.result = f"loss {row['loss']:.3f}"
-            shown = [text.format(row[name]) for name, text in NOTED.items() if name in row]
-            self.learning.note = " ".join(shown)
-        self.learning.step()
-
-    def __enter__(self) -> "RunLog":
-        self.learning = self.bar.__enter__()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.bar.__exit__(*exception)
-        self.file.close()
+        yield log_step
 
 
 def step_of_row(line: bytes) -> float:

@@ -16,28 +16,24 @@ from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import world_size
-from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.compiled import compiled_blocks
-from proxsparse.training.log import RunLog
-from proxsparse.training.optimizer import lr_factor, set_rates_, weights_of
+from proxsparse.training.log import run_log
+from proxsparse.training.optimizer import lr_factor, weights_of
 from proxsparse.training.options import LoopOptions
 from proxsparse.training.state import TrainState
 
 
 @contextmanager
 def training(
-    state: TrainState,
-    checkpoints: Checkpoints | None,
-    title: str,
-    stop: StopSignal,
-    teacher: nn.Module | None = None,
+    state: TrainState, checkpoints: Checkpoints | None, title: str, teacher: nn.Module | None = None
 ) -> Iterator[Callable[[dict], None]]:
     """The surroundings of a training loop: modes, log, checkpoints, signals.
+
+    SIGINT and SIGTERM are deferred, also after the block, unless it fails.
 
     Args:
         checkpoints: where the state and metrics.jsonl are saved; None: nowhere.
         title: title of the progress bar.
-        stop: defers SIGINT and SIGTERM, also after the block, unless it fails.
         teacher: another model that computes in the loop, compiled with --compile.
     Yields:
         `end_step(row)`, which logs a step, observes it and saves a checkpoint if it is due.
@@ -49,7 +45,7 @@ def training(
         torch.enable_grad(),
         evaluating(state.model),  # restores the train/eval modes at the end
         compiled_blocks(*filter(None, (state.model, teacher))) if state.options.compile else nullcontext(),
-        RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log,
+        run_log(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log_step,
     ):
         last_save = time.monotonic()
 
@@ -57,11 +53,11 @@ def training(
             nonlocal last_save
             if "loss" in row:
                 row |= state.observer.observe(state.step)
-            log.step({"step": state.step, "tokens": state.tokens, "seconds": state.seconds} | row)
+            log_step({"step": state.step, "tokens": state.tokens, "seconds": state.seconds} | row)
             steps = state.options.save_steps
             due = steps is not None and state.step % steps == 0
             due |= time.monotonic() - last_save >= state.options.seconds_between_checkpoints
-            due = stop.agree(due) or stop.number
+            due = state.stop.agree(due) or state.stop.number
             if checkpoints and due and state.step < state.steps:
                 read_norm(state, row["grad_norm"])
                 state.save(checkpoints)
@@ -71,13 +67,13 @@ def training(
         state.model.train()
         if state.options.gradient_checkpointing:
             switch_checkpointing(state.model, "enable", {"use_reentrant": False})
-        stop.defer()
+        state.stop.defer()
         try:
             yield end_step
             if checkpoints:
                 checkpoints.wait()
         except BaseException as error:
-            stop.restore()
+            state.stop.restore()
             try:
                 if checkpoints:
                     checkpoints.wait()
@@ -105,7 +101,8 @@ def train_step(
     """
     micro_batches = list(itertools.islice(samples, state.options.gradient_accumulation_steps))
     factor = lr_factor(state.step, state.steps, state.options)
-    set_rates_(state.optimizer, factor)
+    for group in state.optimizer.param_groups:
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
     logged = state.logged
     loss = backward(state.model, micro_batches, compute_dtype, loss_of_batch, logged)
     norm = update_all(state, logged)
@@ -115,11 +112,7 @@ def train_step(
 
 
 def step_count(batches: int, options: LoopOptions) -> int:
-    """Optimizer steps of a run: --max_steps, or --num_train_epochs converted to steps; at least 1.
-
-    Raises:
-        InputError: a step needs more batches than there are.
-    """
+    """Optimizer steps of a run, at least 1. Raises InputError if a step needs more batches than there are."""
     a_step = options.gradient_accumulation_steps * world_size()
     if a_step > batches:
         raise InputError(
@@ -153,12 +146,8 @@ def backward(
 ) -> float:
     """Adds the gradient of the loss to `.grad`. Returns the loss, the mean over all predicted tokens of all processes.
 
-    `read=False`: the loss is not read from the device nor checked, and 0 is returned.
-
-    Batches are weighted by their number of tokens, because the gradient of a short document is noisy.
-
-    Raises:
-        InputError: the loss is not finite.
+    Batches are weighted by their number of tokens, because the gradient of a short document is noisy. Raises InputError
+    if the loss is not finite. `read=False`: it is not read from the device nor checked, and 0 is returned.
     """
     predicted = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches]
     (all_predicted,) = distributed.all_reduce_sum([sum(predicted)])
@@ -187,8 +176,7 @@ def backward(
 def update_all(state: TrainState, read: bool) -> float | Tensor:
     """The base step, then the prox, of every weight. Returns the norm of all gradients before clipping.
 
-    Raises:
-        InputError: `read`, and the norm is not finite; no weight has been updated.
+    If `read`, raises InputError for a norm that is not finite, before a weight is updated.
     """
     for layer in state.layers.values():
         layer.take_gradient_()

@@ -14,9 +14,7 @@ from torch.nn.functional import kl_div, nll_loss
 from torch.utils.checkpoint import checkpoint
 
 from proxsparse.data.calibration import IGNORED_LABEL, Batch
-from proxsparse.errors import InputError
 from proxsparse.models.checks import evaluating
-from proxsparse.models.layers import decoder_blocks
 from proxsparse.runtime.device import send
 from proxsparse.training.compiled import compiled
 
@@ -26,14 +24,6 @@ GPU_BYTES = 512 << 20
 LOWEST = -1e30  # replaces the -inf of tokens that a model forbids: 0 * (inf - inf) in the divergence would be NaN
 
 Teacher = Callable[[], AbstractContextManager[nn.Module]]  # the dense model within a block
-
-
-def require_blocks(model: nn.Module) -> None:
-    """Raises InputError if there is no block whose state could be matched."""
-    if len(decoder_blocks(model)) < 2:
-        raise InputError(
-            "--match_hidden: the model has one decoder block, but the last one is not matched; leave it out"
-        )
 
 
 def training_loss(

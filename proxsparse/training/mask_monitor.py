@@ -55,7 +55,7 @@ class LayersSample:
 class MaskMonitor:
     """Observes a sample of the learned weights: share of N:M blocks, mask changes, distance from W0.
 
-    The mask is that of `learnable_layer.mask_score`. Everything is computed on the device of the weights, for all
+    Everything is computed on the device of the weights, for all
     layers of a kind at once, because a small operation costs a GPU's host more time than the GPU.
     """
 
@@ -133,7 +133,6 @@ def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, tuple[Tensor, Ten
     return len(index), own, (row[own].to(device), column[own].to(device))
 
 
-@torch.no_grad()
 def feasible_share(learned: Iterable[LearnableLayer]) -> float:
     """Exact share of N:M blocks in all learned weights, sharded or not."""
     learned = list(learned)

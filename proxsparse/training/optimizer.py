@@ -35,15 +35,14 @@ def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: Le
         layer = prunable.get(id(parameter))
         # under masks, training the other weights would make the loss differ from that of the saved model
         parameter.requires_grad_(layer is not None or not options.masked)
-        weight = parameter if layer is None else layer.weight
-        share = MILDER_STEP if layer is not None and options.masked and layer.pattern.density > 0.5 else 1
-        group = {"params": [(name, weight)], "lr": share * options.learning_rate}
-        group |= {"reg_lambda": 0.0, "frozen_lambda": 0.0}
         if layer is not None:
-            group |= {"reg_lambda": share * layer_lambda(weight, options), "frozen_lambda": options.frozen_lambda}
-            group |= {"prox_scale": layer.scale, "pattern": layer.pattern}
-        if parameter.requires_grad:
+            share = MILDER_STEP if options.masked and layer.pattern.density > 0.5 else 1
+            reg_lambda = share * layer_lambda(layer.weight, options)
+            group = {"params": [(name, layer.weight)], "lr": share * options.learning_rate, "reg_lambda": reg_lambda}
+            group |= {"frozen_lambda": options.frozen_lambda, "prox_scale": layer.scale, "pattern": layer.pattern}
             groups.append(group)
+        elif parameter.requires_grad:
+            groups.append({"params": [(name, parameter)], "lr": options.learning_rate})
     optimizer = adamw(groups, options, options.frozen_eps)
     pruned = {weight for group in optimizer.param_groups for weight in pruned_parameters(group)}
     for layer in learned.values():  # the optimizer updates m, unless W0 is on another device or there is no prox
@@ -89,15 +88,3 @@ def lr_factor(step: int, steps: int, options: LearningOptions) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return DECAYS[options.lr_scheduler_type]((step - warmup) / max(1, steps - warmup))
-
-
-def set_rates_(optimizer: ProxAdamW, factor: float) -> None:
-    """Sets the learning rate of every group to its initial value times the factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
-
-
-def reg_lambda_range(optimizer: ProxAdamW) -> dict[str, float]:
-    """The smallest and the largest lambda_1 of the layers."""
-    lambdas = [group["reg_lambda"] for group in optimizer.param_groups if group["reg_lambda"]] or [0.0]
-    return {"min": min(lambdas), "max": max(lambdas)}

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 from proxsparse.errors import InputError, require
 
@@ -65,7 +66,12 @@ class LoopOptions:
     )
     per_device_train_batch_size: int = flag(1, "samples per forward pass", valid=AT_LEAST_1)
     gradient_accumulation_steps: int = flag(1, "forward passes per optimizer step", valid=AT_LEAST_1)
-    learning_rate: float | None = flag(None, "learning rate after the warm-up", valid=POSITIVE)
+    learning_rate: float | None = flag(
+        None,
+        "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4. With --objective "
+        f"masked, layers that keep more than half of the weights, such as 6:8, use {MILDER_STEP} of it and of lambda_1",
+        valid=POSITIVE,
+    )
     lr_scheduler_type: str = flag(
         "linear", "decay of the learning rate after the warm-up", choices=("linear", "cosine", "constant")
     )
@@ -105,12 +111,14 @@ class LoopOptions:
         minutes = SAVE_MINUTES if self.save_minutes is None else self.save_minutes
         return 60 * minutes if minutes and self.save_steps is None else math.inf
 
-    def check_loop(self) -> None:
-        """Raises InputError if an option is out of range or incompatible with another one."""
+    def check(self) -> Self:
+        """Returns itself. Raises InputError if an option is out of range or incompatible with another one."""
+        check_fields(self)
         if self.save_steps is not None and self.save_minutes is not None:
             raise InputError(
                 f"--save_steps {self.save_steps} and --save_minutes {self.save_minutes:g} exclude each other; give one"
             )
+        return self
 
 
 @dataclass
@@ -139,26 +147,15 @@ class LearningOptions(LoopOptions):
         "the dense model; needs --objective masked",
         valid=NOT_NEGATIVE,
     )
-    learning_rate: float | None = flag(
-        None,
-        "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4. With --objective "
-        f"masked, layers that keep more than half of the weights, such as 6:8, use {MILDER_STEP} of it and of lambda_1",
-        valid=POSITIVE,
-    )
 
     @property
     def masked(self) -> bool:
         """Whether the loss is that of W0 under the mask, with scaled weights; else the objective of the paper."""
         return self.objective == "masked"
 
-    def check(self) -> "LearningOptions":
-        """Fills in the defaults and returns itself.
-
-        Raises:
-            InputError: an option is out of range or incompatible with another one.
-        """
-        check_fields(self)
-        self.check_loop()
+    def check(self) -> Self:
+        """As in `LoopOptions`; also fills in the defaults."""
+        super().check()
         defaults = OBJECTIVES[self.objective]
         self.learning_rate = defaults["learning_rate"] if self.learning_rate is None else self.learning_rate
         if self.reg_lambda is None and self.reg_lambda_rel is None:
@@ -194,9 +191,3 @@ class FinetuneOptions(LoopOptions):
     evals: int = flag(10, "number of measurements of the held-out loss", valid=AT_LEAST_1)
     distill: float = flag(0.5, "weight of the distillation from the teacher in the loss, 0 to 1", valid=SHARE)
     learning_rate: float = flag(3e-4, "learning rate after the warm-up", valid=POSITIVE)
-
-    def check(self) -> "FinetuneOptions":
-        """Returns itself. Raises InputError if an option is out of range or incompatible with another one."""
-        check_fields(self)
-        self.check_loop()
-        return self

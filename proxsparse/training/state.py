@@ -16,6 +16,7 @@ from proxsparse.optim import ProxAdamW
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import free_memory
 from proxsparse.runtime.distributed import all_gather, world_size
+from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.best_weights import BestWeights
 from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
 from proxsparse.training.mask_monitor import MaskMonitor
@@ -30,7 +31,7 @@ UNSIZED = ("random.", "monitor.snapshots")  # tensors whose shape may differ in 
 
 @dataclass
 class TrainState:
-    """Learned weights, optimizer, counters, and the observer of the training."""
+    """Learned weights, optimizer, counters, the observer of the training, and the signals that end it."""
 
     model: nn.Module
     layers: dict[str, LearnableLayer]
@@ -38,6 +39,7 @@ class TrainState:
     steps: int
     optimizer: ProxAdamW
     observer: MaskMonitor | BestWeights
+    stop: StopSignal = field(default_factory=StopSignal)  # a signal ends the training after the present step
     step: int = 0  # finished steps
     batches: int = 0  # batches used by all processes
     tokens: int = 0
@@ -68,11 +70,7 @@ class TrainState:
         self.batches += self.options.gradient_accumulation_steps * world_size()
 
     def masks(self) -> dict[str, Tensor]:
-        """Layer name -> its mask, bool [local rows, in_features] on the CPU, True = kept.
-
-        Raises:
-            InputError: a weight is not finite: the run has diverged.
-        """
+        """Layer name -> its mask, bool [local rows, in_features] on the CPU. Raises InputError if a weight diverged."""
         if count_not_finite(self.layers.values()):
             raise InputError("the weights became NaN or infinite during training; lower --learning_rate")
         return {name: layer.mask().cpu() for name, layer in self.layers.items()}

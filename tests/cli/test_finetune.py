@@ -140,7 +140,7 @@ def test_the_best_weights_are_kept(tune, pruned, monkeypatch, tmp_path):
         assert best.observe(step).keys() == ({"held_out_loss"} if step % 2 == 0 else set())
     best.take_best_()
     assert weight.tolist() == [4, 4, 4]
-    assert (best.best_step, best.best_loss) == (4, 1.0)
+    assert best.smallest() == (4, 1.0)
     worse = iter(range(100))
     monkeypatch.setattr("proxsparse.methods.finetune.held_out_loss", lambda *_: float(next(worse)))
     result = tune("run", "--evals", "6")
