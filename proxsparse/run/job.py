@@ -37,7 +37,6 @@ def prune(args: RunArgs) -> int:
     method, count = get_method(args.method), distributed.launched_world_size()
     if count > 1 and "pretrained" not in method.takes:
         raise InputError(f"--method {method.name}: runs in one process, not in {count}; start it without torchrun")
-    method.check(**args.options_of(method))
     return execute(args, prune_model)
 
 

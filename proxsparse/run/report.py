@@ -13,15 +13,7 @@ from pathlib import Path
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import write_file
 from proxsparse.io.output_folder import METRICS, RESULT
-from proxsparse.run.sections import (
-    duration,
-    number,
-    page,
-    perplexity_text,
-    share,
-    table,
-    top_text,
-)
+from proxsparse.run.sections import duration, number, page, perplexity_text, share, table, top_text
 from proxsparse.runtime.progress import phase
 
 PLOTTABLE = 1e30  # larger values overflow in matplotlib's axes
