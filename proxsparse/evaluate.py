@@ -61,9 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         tokens = evaluation_tokens(text, tokenizer)
         window, title = (options.seq_len, options.max_windows, options.bos), f"perplexity on {source}"
         score = perplexity(model, tokenizer, tokens, *window, autocast_dtype, title)
-        row = {"data": source, "split": splits[source], "perplexity": score.value}
-        row |= {"seq_len": score.tokens // score.windows, "windows": score.windows, "tokens": score.tokens}
-        row |= {"bos": score.bos}
+        row = {"data": source, "split": splits[source], "perplexity": score.value} | score.measured_on
         report(identity | row, options.json)
     identity |= {"limit": options.limit, "lm_eval": version("lm_eval")}
     scores, failed = {}, []

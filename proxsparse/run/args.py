@@ -24,9 +24,6 @@ TWO_TOKENS = (lambda value: value >= 2, "at least 2 tokens, because the first is
 WINDOWS = (lambda value: value == -1 or value >= 1, "at least 1, or -1 for all")
 
 
-# ---------------------------------------------------------------------------------------------- sections
-
-
 @dataclass
 class ModelArgs:
     """The model and its layers."""
@@ -176,11 +173,6 @@ class RunArgs:
     def training(self) -> LoopOptions | None:
         """The options of the training; None: the run has none."""
         return self.finetune or (self.options if isinstance(self.options, LoopOptions) else None)
-
-    @property
-    def scored_as(self) -> str:
-        """The name of the saved model in the table of perplexities."""
-        return "finetune" if self.finetune else self.method
 
     def flags(self) -> dict[str, object]:
         """Flag -> value, for config.yaml, result.json and the check of a resumed run."""

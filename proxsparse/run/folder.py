@@ -56,14 +56,8 @@ class Run:
     scores: dict[str, Perplexity | None] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        return choose_precision(self.args.hardware.precision, self.device)[0]
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast."""
-        return choose_precision(self.args.hardware.precision, self.device)[1]
+    def __post_init__(self):
+        self.weight_dtype, self.compute_dtype = choose_precision(self.args.hardware.precision, self.device)
 
     def checkpoints(self, model: nn.Module, batches: list[dict[str, Tensor]]) -> Checkpoints:
         """The checkpoints of this run, for this model and these samples."""
@@ -82,7 +76,8 @@ class Run:
             parameter name -> W0, the rows of this process.
         """
         hardware, path, blocks = self.args.hardware, self.folder.path, decoder_blocks(model)
-        on_rank_zero(lambda: require_space_for(model, path, updated, self.weight_dtype))
+        saved = sum(layer.weight.numel() * self.weight_dtype.itemsize for layer in updated.values())
+        on_rank_zero(lambda: require_space_for(model, path, saved))
         on_rank_zero(self._write_config)
         keep = hardware.pretrained_weights or "cpu"
         return shard_and_move_(model, blocks, self.device, self.weight_dtype, keep, hardware.shard_within_node)
@@ -110,7 +105,6 @@ class Run:
         """Writes the model under its masks (dense, zeros +0.0), its tokenizer, and the masks, atomically.
 
         Args:
-            patterns: layer name -> pattern.
             base: the pretrained model, see `models.loading.base_identity`.
         Returns:
             All rows of the masks on rank zero, {} on other ranks.
@@ -133,7 +127,8 @@ class Run:
     def score_masks(self, model: nn.Module, pretrained: dict[str, Tensor], pruned: Pruned) -> None:
         """Measures the perplexity of the model under its masks, and under those of the baselines."""
         if not pruned.stop.number:
-            contenders = {self.args.scored_as: pruned.masks} | pruned.baselines
+            name = "finetune" if self.args.finetune else self.args.method
+            contenders = {name: pruned.masks} | pruned.baselines
             measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
             self.scores |= results.scores_under(contenders, *measured)
 
@@ -258,25 +253,14 @@ def progress_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def require_space_for(
-    model: nn.Module, path: Path, updated: dict[str, nn.Linear] | None = None, weight_dtype: torch.dtype | None = None
-) -> None:
-    """Raises InputError if the disk cannot hold the pruned model, its masks and small files.
-
-    Args:
-        updated: layers whose new weights are saved in checkpoints during the run, in `weight_dtype`.
-    """
+def require_space_for(model: nn.Module, path: Path, more: int = 0) -> None:
+    """Raises InputError if the disk cannot hold the pruned model, its masks, small files, and `more` bytes."""
     weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
-    blocks = sum(layer.weight.numel() * weight_dtype.itemsize for layer in (updated or {}).values())
-    require_space(path, weights + blocks + 2**24)
+    require_space(path, weights + more + 2**24)
 
 
 def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: dict[str, Tensor]) -> nn.Module:
-    """The model; a sharded one is loaded again by its name, and gets its trained parameters and the masks.
-
-    Args:
-        trained: parameter name -> its value.
-    """
+    """The model; a sharded one is loaded again by its name, and gets the values of its trained parameters and masks."""
     if world_size() == 1:
         return model
     model, _ = load_model(name)

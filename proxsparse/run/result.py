@@ -90,11 +90,8 @@ def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> di
     if any(score is None for score in scores.values()):
         return None
     scores = dict(sorted(scores.items(), key=lambda score: score[0] != "dense"))  # the dense model first
-    first = next(iter(scores.values()))
-    seq_len = first.tokens // first.windows
-    table = {"data": eval_data, "seq_len": seq_len, "windows": first.windows, "tokens": first.tokens}
-    table["bos"] = first.bos
-    return table | {name: score.value for name, score in scores.items()}
+    measured_on = next(iter(scores.values())).measured_on
+    return {"data": eval_data} | measured_on | {name: score.value for name, score in scores.items()}
 
 
 def layer_figures(model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> dict:
