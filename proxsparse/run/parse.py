@@ -219,7 +219,8 @@ def add_sections(parser: Parser, command: str, skip: set[str] = frozenset(), mor
                 added.add(field.name)
                 about, default = field.metadata, field.default
                 words = about["help"] + ("" if default is None else f" (default: {str(default).lower()})")
-                add_flag(groups[about["group"]], field.name, kinds[field.name], words, about["choices"])
+                group = groups[about["group"] or section.group]
+                add_flag(group, field.name, kinds[field.name], words, about["choices"])
     return parser
 
 
