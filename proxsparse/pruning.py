@@ -217,9 +217,8 @@ def finetune_(
             identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
             identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)
-            takes = ("checkpoints",)
             train = partial(train_kept_weights, teacher=teacher)
-            return prune_or_restore_(train, takes, model, layers, batches, patterns, saved, values)
+            return prune_or_restore_(train, ("checkpoints",), model, layers, batches, patterns, saved, values)
 
 
 def perplexity(

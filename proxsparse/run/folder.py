@@ -76,21 +76,18 @@ class Run:
             parameter name -> W0, the rows of this process.
         """
         hardware, path, blocks = self.args.hardware, self.folder.path, decoder_blocks(model)
-        saved = sum(layer.weight.numel() * self.weight_dtype.itemsize for layer in updated.values())
-        on_rank_zero(lambda: require_space_for(model, path, saved))
-        on_rank_zero(self._write_config)
+
+        def prepare() -> None:
+            saved = sum(layer.weight.numel() * self.weight_dtype.itemsize for layer in updated.values())
+            require_space_for(model, path, saved)
+            (path / RESULT).unlink(missing_ok=True)  # of the part of the run before it was interrupted
+            flags = {name: value for name, value in self.args.flags().items() if name not in NOT_REPEATED}
+            settings = {name: value for name, value in flags.items() if value is not None}
+            write_file(path / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
+
+        on_rank_zero(prepare)
         keep = hardware.pretrained_weights or "cpu"
         return shard_and_move_(model, blocks, self.device, self.weight_dtype, keep, hardware.shard_within_node)
-
-    def _write_config(self) -> None:
-        (self.folder.path / RESULT).unlink(missing_ok=True)  # of the part of the run before it was interrupted
-        flags = {name: value for name, value in self.args.flags().items() if name not in NOT_REPEATED}
-        settings = {name: value for name, value in flags.items() if value is not None}
-        write_file(self.folder.path / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
-
-    def score(self, name: str, model: nn.Module) -> None:
-        """Measures the held-out perplexity of the model."""
-        self.scores[name] = self.evaluate(model, name)
 
     def save(
         self,

@@ -45,7 +45,7 @@ def write_report(run_dir: Path) -> list[str]:
     """Writes report.md and the plots of a complete, interrupted or running run, each atomically. Returns their names.
 
     Raises:
-        InputError: no such folder, no metrics.jsonl, or a malformed file; names the file and the line.
+        InputError: no metrics.jsonl, or a malformed file; names the file and the line.
     """
     with phase("report") as current:
         rows, path = read_metrics(run_dir), run_dir / RESULT
@@ -66,8 +66,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
     """The rows of metrics.jsonl, without an incomplete last line, which a run may still be writing."""
     path = run_dir / METRICS
     if not path.is_file():
-        reason = "no metrics.jsonl in this folder" if run_dir.is_dir() else "not a folder"
-        raise InputError(f"{run_dir}: {reason}; give the --output_dir of `proxsparse train`")
+        raise InputError(f"{run_dir}: no metrics.jsonl in this folder; give the --output_dir of `proxsparse train`")
     lines = path.read_bytes().splitlines()
     rows = []
     for index, line in enumerate(lines, 1):

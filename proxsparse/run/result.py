@@ -36,14 +36,12 @@ IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
 def perplexity_of(
     args: EvaluateArgs, text_field: str, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
-) -> Callable[[nn.Module, str], Perplexity | None]:
-    """Reads the held-out text. Returns a function (model, name) -> its perplexity, or None with --eval_data none.
+) -> Callable[[nn.Module, str], Perplexity]:
+    """Reads the held-out text. Returns a function (model, name) -> its perplexity.
 
     Raises:
         InputError: the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
     """
-    if args.eval_data == "none":
-        return lambda model, name: None
     source = args.eval_data
     tokens = evaluation_tokens(on_rank_zero(lambda: evaluation_text(source, text_field=text_field)), tokenizer)
     window_bos(model, tokenizer, args.eval_bos, "eval_bos")  # refuses --eval_bos before the run
