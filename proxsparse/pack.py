@@ -138,7 +138,6 @@ def unpacking(_options, config: dict, source_headers: dict, model: nn.Module) ->
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("pack", description=DESCRIPTION)
     add = parser.add_argument
     add("model", metavar="MODEL_DIR", help="pruned checkpoint, such as the --output_dir of train, prune or finetune")

@@ -20,7 +20,7 @@ from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
 from proxsparse.io.checkpoints import CHECKPOINTS, STEP, TOKENS, Checkpoints, digest_of, saved_names, step_of
-from proxsparse.io.mask_files import save_masks
+from proxsparse.io.mask_files import masks_sha256, save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.layers import decoder_blocks
@@ -98,13 +98,13 @@ class Run:
         pruned: Pruned,
         patterns: dict[str, NMPattern],
         base: dict[str, str],
-    ) -> dict[str, Tensor]:
+    ) -> dict:
         """Writes the model under its masks (dense, zeros +0.0), its tokenizer, and the masks, atomically.
 
         Args:
             base: the pretrained model, see `models.loading.base_identity`.
         Returns:
-            All rows of the masks on rank zero, {} on other ranks.
+            The entries of result.json about the masks and the layers; right on rank zero.
         """
         snap_(model, pretrained, pruned.masks, pruned.trained)
         masks = gather_masks(pruned.masks, {name: layer.weight for name, layer in layers.items()})
@@ -119,20 +119,15 @@ class Run:
         on_rank_zero(write)
         pruned.stop.agree()
         pruned.stop.restore()
-        return masks
+        return {"masks_sha256": masks_sha256(masks)} | results.layer_figures(model, layers, patterns)
 
-    def score_masks(self, model: nn.Module, pretrained: dict[str, Tensor], pruned: Pruned) -> None:
-        """Measures the perplexity of the model under its masks, and under those of the baselines."""
-        if not pruned.stop.number:
-            name = "finetune" if self.args.finetune else self.args.method
-            contenders = {name: pruned.masks} | pruned.baselines
-            measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
-            self.scores |= results.scores_under(contenders, *measured)
+    def finish(
+        self, model: nn.Module, pretrained: dict[str, Tensor], pruned: Pruned, samples: int | None, figures: dict
+    ) -> int:
+        """Measures the perplexity under the masks and those of the baselines, and writes the results.
 
-    def finish(self, model: nn.Module, pruned: Pruned, samples: int | None, figures: dict) -> int:
-        """Writes the model card, result.json, which marks the end of the run, and with metrics.jsonl the report.
-
-        A complete run removes its checkpoints.
+        They are the model card, result.json, which marks the end of the run, and with metrics.jsonl the report. A
+        complete run removes its checkpoints.
 
         Args:
             samples: number of calibration samples; None: the method needs none.
@@ -142,6 +137,10 @@ class Run:
         """
         signal, path, eval_data = pruned.stop.number, self.folder.path, self.args.evaluate.eval_data
         code = 128 + signal if signal else 0
+        if not signal:
+            contenders = {"finetune" if self.args.finetune else self.args.method: pruned.masks} | pruned.baselines
+            measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
+            self.scores |= results.scores_under(contenders, *measured)
         if not is_rank_zero():
             return code
         table = None if signal else results.perplexity_table(self.scores, eval_data)

@@ -11,7 +11,7 @@ from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
-from proxsparse.io.mask_files import masks_sha256, recorded_masks
+from proxsparse.io.mask_files import recorded_masks
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
@@ -95,13 +95,10 @@ def prune_model(run: Run) -> int:
             pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher)
             pruned.trained |= updated_weights
 
-    masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
-    run.score_masks(model, pretrained, pruned)
-    digest = masks_sha256(masks)
-    figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained), "masks_sha256": digest}
+    figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
     figures |= {"already_pruned": len(already)} if already else {}
-    figures |= results.layer_figures(model, layers, patterns)
-    return run.finish(model, pruned, batches.samples if needs_data else None, figures)
+    figures |= run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
+    return run.finish(model, pretrained, pruned, batches.samples if needs_data else None, figures)
 
 
 def finetune_model(run: Run) -> int:
@@ -124,12 +121,10 @@ def finetune_model(run: Run) -> int:
     with autocast(run.device, run.compute_dtype):
         pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, args.model.teacher)
 
-    masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
-    run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
-    figures |= {"base_model": base["base_model"], "masks_sha256": masks_sha256(masks)}
-    figures |= results.layer_figures(model, layers, patterns)
-    return run.finish(model, pruned, batches.samples, figures)
+    figures |= {"base_model": base["base_model"]}
+    figures |= run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
+    return run.finish(model, pretrained, pruned, batches.samples, figures)
 
 
 # ---------------------------------------------------------------------------------------------- stages
