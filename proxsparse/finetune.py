@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     args = parse_finetune(arguments)
     complete_(args)
-    return job.finetune(args)
+    return job.execute(args, job.finetune_model)
 
 
 def complete_(args: RunArgs) -> None:

@@ -139,7 +139,7 @@ def prune_(
                 more = {name: values[name] for name in allocated.options}
                 patterns = allocate(allocation, model, layers, batches, pattern, saved, **more)
                 layers = {name: layers[name] for name in patterns}
-            arguments = {name: values[name] for name in chosen.options if name in options or name == "seed"}
+            arguments = {name: values[name] for name in chosen.options}
             return prune_or_restore_(chosen.prune, chosen.takes, model, layers, batches, patterns, saved, arguments)
 
 

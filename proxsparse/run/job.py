@@ -40,11 +40,6 @@ def prune(args: RunArgs) -> int:
     return execute(args, prune_model)
 
 
-def finetune(args: RunArgs) -> int:
-    """Executes `proxsparse finetune`. Returns the exit code."""
-    return execute(args, finetune_model)
-
-
 def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     """Opens the output directory and does the work of a run; or prints its --plan. Returns the exit code."""
     if args.output.plan:
