@@ -6,7 +6,7 @@ from proxsparse.allocations.budget import Layers
 from proxsparse.allocations.sensitivity import check_sensitivity, sensitivity
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
-from proxsparse.methods.registry import Method, describe_options, options_of
+from proxsparse.methods.registry import Method, check_option_names, describe_options, options_of
 from proxsparse.methods.walk import Batches
 from proxsparse.patterns import WINDOWED, NMPattern, PatternLike
 
@@ -53,11 +53,13 @@ def allocate(
         batches: calibration samples as in `prune_`; ignored unless the allocation needs data.
         pattern: of all layers, for `uniform`.
         checkpoints: where the patterns of `sensitivity` are saved, and read when a run is resumed.
-        options: options of the allocation, which the caller has checked; `get_allocation(name)` has names, defaults and
-            `check`.
+        options: options of the allocation; `get_allocation(name).options` has names and defaults.
     Raises:
-        InputError: a pattern for an allocation that chooses it, or no layer to prune.
+        InputError: an unknown allocation or option, or an option out of range.
     """
+    chosen = get_allocation(name)
+    check_option_names(options, chosen.options, f"allocation {name!r}")
+    chosen.check(**chosen.options | options)
     if name == UNIFORM:
         return dict.fromkeys(layers, NMPattern.parse(pattern))
     if isinstance(pattern, dict) or NMPattern.parse(pattern) != WINDOWED[0]:
@@ -65,7 +67,7 @@ def allocate(
     if saved := checkpoints and checkpoints.facts("patterns"):
         return {name: NMPattern.parse(pattern) for name, pattern in saved["patterns"].items()}
     try:
-        patterns = get_allocation(name).prune(model, layers, batches, **options)
+        patterns = chosen.prune(model, layers, batches, **options)
         if not patterns:
             raise InputError(f"all {len(layers)} layers stay dense; lower target_flops")
         if checkpoints:

@@ -48,7 +48,10 @@ def sensitivity(
     Returns:
         layer name -> pattern; layers that are not in it stay dense.
     """
-    costs_of, first_of = loss_costs(model, layers, list(islice(single_samples(batches), samples)))
+    used_samples = list(islice(single_samples(batches), samples))
+    if not used_samples:
+        raise InputError("no calibration sample; give calibration text")
+    costs_of, first_of = loss_costs(model, layers, used_samples)
     groups = defaultdict(list)  # the first layer with an input -> all layers with this input
     for name in layers:
         groups[first_of.get(name, name)].append(name)

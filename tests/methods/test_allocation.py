@@ -114,12 +114,14 @@ def test_pruned_layers_have_their_patterns_and_the_others_stay_dense(model):
         ("uniform", {"samples": 1}, "no option 'samples'"),
     ],
 )
-def test_refusals(name, options, message, model):
+def test_refusals(name, options, message, model, batches):
     with pytest.raises(InputError, match=message):
-        prune_(model, "magnitude", allocation=name, **options)
+        allocate(name, model, prunable_layers(model), batches, "2:4", **options)
 
 
-def test_weights_that_are_not_finite(model, batches):
+def test_no_sample_and_weights_that_are_not_finite(model, batches):
+    with pytest.raises(InputError, match="'sensitivity': no calibration sample"):
+        allocate("sensitivity", model, prunable_layers(model), [], "2:4")
     model.get_submodule(LAYER).weight.data[0] = torch.nan
     with pytest.raises(InputError, match=r"'sensitivity': .*NaN"):
         allocate("sensitivity", model, prunable_layers(model), batches, "2:4")
