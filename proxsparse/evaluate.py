@@ -61,9 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         tokens = evaluation_tokens(text, tokenizer)
         window, title = (options.seq_len, options.max_windows, options.bos), f"perplexity on {source}"
         score = perplexity(model, tokenizer, tokens, *window, autocast_dtype, title)
-        row = {"data": source, "split": splits[source], "perplexity": score.value}
-        row |= {"seq_len": score.tokens // score.windows, "windows": score.windows, "tokens": score.tokens}
-        row |= {"bos": score.bos}
+        row = {"data": source, "split": splits[source], "perplexity": score.value} | score.measured_on
         report(identity | row, options.json)
     identity |= {"limit": options.limit, "lm_eval": version("lm_eval")}
     scores, failed = {}, []
@@ -132,8 +130,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
     if options.seq_len is not None:
         require("seq_len", options.seq_len, options.seq_len >= 2, "at least 2 tokens: the first one is not predicted")
-    if options.max_windows == 0 or options.max_windows < -1:
-        raise InputError(f"--max_windows {options.max_windows}: must be at least 1, or -1 for all")
+    windows = options.max_windows
+    require("max_windows", windows, windows >= 1 or windows == -1, "at least 1, or -1 for all")
     if options.json not in (None, "-"):
         check_json_file(Path(options.json))
     if options.limit is not None and not options.tasks:

@@ -16,9 +16,9 @@ from proxsparse.run.parse import parse_finetune
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    args = parse_finetune(sys.argv[1:] if arguments is None else arguments)
+    args = parse_finetune(arguments)
     complete_(args)
-    return job.finetune(args)
+    return job.execute(args, job.finetune_model)
 
 
 def complete_(args: RunArgs) -> None:

@@ -8,7 +8,6 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,13 +52,15 @@ def main(arguments: list[str] | None = None) -> int:
     check_folder(source)
     source_headers, model = headers(weight_files(source)), skeleton(source)
     bits = config["quantization_config"].get("bits", {}).values() if options.unpack else [options.bits]
-    work, verb, done = UNPACK if options.unpack else PACK
+    work, verb = (unpacking, "unpack") if options.unpack else (packing, "pack")
+    # float32 weights with 16, 8 or 4 bits become at most so many times larger
+    growth = {16: 2, 8: 7, 4: 10}[min(bits, default=16)] if options.unpack else 1
     before = file_bytes(source)
     with output_folder.opened(target, "pack", vars(options)):
-        require_space(target, growth(bits, options.unpack) * before)
+        require_space(target, growth * before)
         layers, stream, count = work(options, config, source_headers, model)
         with atomic_directory(target) as scratch:
-            with phase(verb, count, "tensor") as current:
+            with phase(f"{verb}ing", count, "tensor") as current:
                 disk.write_shards(scratch, current.count(stream), shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             copy_files(source, scratch, keep=(MASKS,), exclude=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             refuse_differences(scratch, source_headers, written, config)
             disk.annotate(scratch / CARD, bits, packed=not options.unpack)
     linears = names_of_modules(model, nn.Linear)
-    print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
+    print(f"{verb}ed {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
     if options.bits != 16:
         print(f"their kept weights are rounded to {options.bits} bits")
     entry = config.get("quantization_config", {})
@@ -130,32 +131,13 @@ def calibrated(options, source_headers: dict, stored: dict[str, tuple]) -> dict:
 def unpacking(_options, config: dict, source_headers: dict, model: nn.Module) -> Work:
     """The same for --unpack."""
     config.pop(WEIGHTS_NAME, None)
-    layers = {
-        name: (form.pattern, model.get_submodule(place).in_features)
-        for name, (place, form) in convert.packed_layers(
-            source_headers, model, config.pop("quantization_config")
-        ).items()
-    }
-    parts = [f"{layer}.{part}" for layer in layers for part in (*disk.PARTS, "weight")]
-    return (
-        list(layers),
-        convert.unpack_tensors(source_headers, layers),
-        len(source_headers) + len(layers) - sum(name in source_headers for name in parts),
-    )
-
-
-# Function, and its names for messages.
-PACK = packing, "packing", "packed"
-UNPACK = unpacking, "unpacking", "unpacked"
-
-
-def growth(bits: Collection[int], unpack: bool) -> int:
-    """The largest size of the result relative to the source: float32 weights with 16, 8 or 4 bits are unpacked."""
-    return {16: 2, 8: 7, 4: 10}[min(bits, default=16)] if unpack else 1
+    packed = convert.packed_layers(source_headers, model, config.pop("quantization_config"))
+    layers = {name: (form.pattern, model.get_submodule(place).in_features) for name, (place, form) in packed.items()}
+    parts = sum(f"{layer}.{part}" in source_headers for layer in layers for part in (*disk.PARTS, "weight"))
+    return list(layers), convert.unpack_tensors(source_headers, layers), len(source_headers) + len(layers) - parts
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("pack", description=DESCRIPTION)
     add = parser.add_argument
     add("model", metavar="MODEL_DIR", help="pruned checkpoint, such as the --output_dir of train, prune or finetune")
@@ -174,9 +156,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     limit_help = "largest file, also limits memory; default: 5GB"
     add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
     options = parser.parse_args(arguments)
-    flags = flags_of_packing(options)
-    if options.unpack and flags:
-        raise InputError(f"--unpack: unpacks every packed layer; leave out {flags}")
+    packs = {"include": options.include, "exclude": options.exclude, "calibrate": options.calibrate}
+    packs |= {"bits": options.bits != 16, "num_samples": options.num_samples, "seq_len": options.seq_len}
+    if options.unpack and (given := [f"--{name}" for name, value in packs.items() if value not in (None, False)]):
+        raise InputError(f"--unpack: unpacks every packed layer; leave out {', '.join(given)}")
     if options.calibrate is not None and options.bits == 16:
         raise InputError(f"--calibrate {options.calibrate}: only rounding uses text; add --bits 8 or --bits 4")
     if options.calibrate is None and (options.num_samples, options.seq_len) != (None, None):
@@ -186,13 +169,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.num_samples is not None:
         require("num_samples", options.num_samples, options.num_samples >= 1, "at least 1")
     return options
-
-
-def flags_of_packing(options) -> str:
-    """The given flags that only packing a dense checkpoint uses, for messages."""
-    given = {"include": options.include, "exclude": options.exclude, "calibrate": options.calibrate}
-    given |= {"bits": options.bits != 16, "num_samples": options.num_samples, "seq_len": options.seq_len}
-    return ", ".join(f"--{name}" for name, value in given.items() if value not in (None, False))
 
 
 def parse_size(text: str) -> int:

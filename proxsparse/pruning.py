@@ -139,7 +139,7 @@ def prune_(
                 more = {name: values[name] for name in allocated.options}
                 patterns = allocate(allocation, model, layers, batches, pattern, saved, **more)
                 layers = {name: layers[name] for name in patterns}
-            arguments = {name: values[name] for name in chosen.options if name in options or name == "seed"}
+            arguments = {name: values[name] for name in chosen.options}
             return prune_or_restore_(chosen.prune, chosen.takes, model, layers, batches, patterns, saved, arguments)
 
 
@@ -217,9 +217,8 @@ def finetune_(
             identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
             identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)
-            takes = ("checkpoints",)
             train = partial(train_kept_weights, teacher=teacher)
-            return prune_or_restore_(train, takes, model, layers, batches, patterns, saved, values)
+            return prune_or_restore_(train, ("checkpoints",), model, layers, batches, patterns, saved, values)
 
 
 def perplexity(

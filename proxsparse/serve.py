@@ -70,7 +70,6 @@ def check_packed(folder: Path) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("serve", description=DESCRIPTION)
     add = parser.add_argument
     add("model", metavar="DIR", help="output folder of `proxsparse pack`")

@@ -12,7 +12,7 @@ from proxsparse.run.parse import parse_train
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return job.prune(parse_train(sys.argv[1:] if arguments is None else arguments))
+    return job.prune(parse_train(arguments))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Layers = dict[str, nn.Linear]
 
 
 def numel(layers: Layers) -> int:
-    """Number of weights of all layers."""
     return sum(layer.weight.numel() for layer in layers.values())
 
 

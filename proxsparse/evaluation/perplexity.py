@@ -27,6 +27,12 @@ class Perplexity:
     tokens: int
     bos: str = "none"
 
+    @property
+    def measured_on(self) -> dict[str, int | str]:
+        """The entries of a JSON row."""
+        seq_len = self.tokens // self.windows
+        return {"seq_len": seq_len, "windows": self.windows, "tokens": self.tokens, "bos": self.bos}
+
 
 def window_bos(model: nn.Module, tokenizer, asked: str | None = None, flag: str = "bos") -> tuple[str, int | None]:
     """Where the bos token stands in the windows of a text.

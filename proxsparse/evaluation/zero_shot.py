@@ -30,8 +30,6 @@ METRICS = ("acc", "acc_norm", "mc1", "mc2")  # results of `zero_shot`; METRIC_st
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the paper."""
-
     lm_eval: tuple[str, ...]  # its names in lm-eval
     file: str  # {file}.jsonl.gz or {file}.jsonl: a row of the hub's data set per line; the last word is the split
 
@@ -69,9 +67,8 @@ def zero_shot(
         {acc, acc_stderr, acc_norm, acc_norm_stderr, documents}; for truthfulqa_mc {acc = (mc1 + mc2) / 2, mc1,
         mc1_stderr, mc2, mc2_stderr, documents}. A standard error is None if there is only one document.
     Raises:
-        InputError: lm-eval or a file is missing, or a file is damaged.
+        InputError: a file is missing or damaged.
     """
-    require_lm_eval()
     import lm_eval.models.huggingface
     from lm_eval import simple_evaluate
 
@@ -113,7 +110,7 @@ def check_request(
 ) -> list[str]:
     """The tasks in the paper's order, without repetition; "all" is all seven.
 
-    Raises InputError, without model and network, for an unknown task or a number out of range, and as `zero_shot`.
+    Raises InputError, without model and network, for an unknown task, a number out of range, a missing file or lm-eval.
     """
     for name in tasks:
         if name != "all" and name not in TASKS:

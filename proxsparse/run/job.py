@@ -11,7 +11,7 @@ from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
-from proxsparse.io.mask_files import masks_sha256, recorded_masks
+from proxsparse.io.mask_files import recorded_masks
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
@@ -37,13 +37,7 @@ def prune(args: RunArgs) -> int:
     method, count = get_method(args.method), distributed.launched_world_size()
     if count > 1 and "pretrained" not in method.takes:
         raise InputError(f"--method {method.name}: runs in one process, not in {count}; start it without torchrun")
-    method.check(**args.options_of(method))
     return execute(args, prune_model)
-
-
-def finetune(args: RunArgs) -> int:
-    """Executes `proxsparse finetune`. Returns the exit code."""
-    return execute(args, finetune_model)
 
 
 def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
@@ -59,8 +53,7 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     distributed.init_process_group(device)
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
-        done = on_rank_zero(lambda: run_folder.nothing_left(folder))
-        if done:
+        if on_rank_zero(lambda: run_folder.nothing_left(folder)):
             return 0
         if args.training:
             on_rank_zero(lambda: memory.require_memory(args, device, world_size()))
@@ -76,12 +69,12 @@ def prune_model(run: Run) -> int:
 
     model, tokenizer, layers = load(args, pattern, needs_data)
     base, already = on_rank_zero(lambda: base_identity(args.model.model, model)), pruned_layers(layers, pattern)
-    on_rank_zero(lambda: [write_line(line) for line in about_layers(model, layers, already, args)])
+    on_rank_zero(lambda: describe_layers(model, layers, already, args))
 
     batches, seq_len = calibrate(run, model, tokenizer, needs_data)
     checkpoints = run.checkpoints(model, batches)
     pretrained = run.begin(model, layers if updated else {})
-    run.score("dense", model)
+    run.scores["dense"] = run.evaluate(model, "dense")
 
     with autocast(run.device, run.compute_dtype):
         more = args.options_of(get_allocation(args.allocation))
@@ -92,18 +85,15 @@ def prune_model(run: Run) -> int:
         if updated:
             pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
         if args.finetune:
-            run.score(method.name, model)
+            run.scores[method.name] = run.evaluate(model, method.name)
             updated_weights, teacher = pruned.trained, args.model.model if args.finetune.distill else None
             pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher)
             pruned.trained |= updated_weights
 
-    masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
-    run.score_masks(model, pretrained, pruned)
-    digest = masks_sha256(masks)
-    figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained), "masks_sha256": digest}
+    figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
     figures |= {"already_pruned": len(already)} if already else {}
-    figures |= results.layer_figures(model, layers, patterns)
-    return run.finish(model, pruned, batches.samples if needs_data else None, figures)
+    figures |= run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
+    return run.finish(model, pretrained, pruned, batches.samples if needs_data else None, figures)
 
 
 def finetune_model(run: Run) -> int:
@@ -123,17 +113,15 @@ def finetune_model(run: Run) -> int:
     batches, seq_len = calibrate(run, model, tokenizer, True)
     checkpoints = run.checkpoints(model, batches)
     pretrained = run.begin(model, {})
-    run.score("pruned", model)
+    run.scores["pruned"] = run.evaluate(model, "pruned")
 
     with autocast(run.device, run.compute_dtype):
         pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, args.model.teacher)
 
-    masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
-    run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
-    figures |= {"base_model": base["base_model"], "masks_sha256": masks_sha256(masks)}
-    figures |= results.layer_figures(model, layers, patterns)
-    return run.finish(model, pruned, batches.samples, figures)
+    figures |= {"base_model": base["base_model"]}
+    figures |= run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
+    return run.finish(model, pretrained, pruned, batches.samples, figures)
 
 
 # ---------------------------------------------------------------------------------------------- stages
@@ -165,23 +153,22 @@ def fine_tuned(
     if teacher:
         dense = load_teacher(teacher, model, run.args.hardware.shard_within_node)
         if "dense" not in run.scores:  # `prune --finetune` has measured it
-            run.score("dense", dense)
+            run.scores["dense"] = run.evaluate(dense, "dense")
     return train_kept_weights(model, layers, batches, patterns, checkpoints, dense, **vars(run.args.training))
 
 
-def about_layers(model: nn.Module, layers: dict[str, nn.Linear], already: list[str], args: RunArgs) -> list[str]:
-    """Lines on routers that stay dense, and on layers that are N:M before the run."""
-    lines, dense = [], [name for name in routers(model) if name not in layers]
+def describe_layers(model: nn.Module, layers: dict[str, nn.Linear], already: list[str], args: RunArgs) -> None:
+    """Prints lines on routers that stay dense, and on layers that are N:M before the run."""
+    dense = [name for name in routers(model) if name not in layers]
     if dense and not args.model.exclude:
-        lines += [
+        write_line(
             f"{len(dense)} router layers stay dense, such as {dense[0]}; to prune them too: --include router gate ."
-        ]
+        )
     if already:
-        lines += [
+        write_line(
             f"already {args.model.pattern}: {len(already)} of {len(layers)} layers, such as {already[0]}; this run "
             "starts from a pruned model"
-        ]
-    return lines
+        )
 
 
 def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[TokenBatches | list, int | None]:
@@ -193,5 +180,6 @@ def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[
         folder = run.folder.path / CHECKPOINTS / TOKENS
         flags = {"window": data.window, "batch_size": size, "seed": seed, "folder": folder} | vars(data)
         batches, seq_len = read_batches(flags.pop("data"), model, tokenizer, **flags)
-    run.evaluate = results.perplexity_of(run.args.evaluate, data.text_field, model, tokenizer, run.compute_dtype)
+    if run.args.evaluate.eval_data != "none":
+        run.evaluate = results.perplexity_of(run.args.evaluate, data.text_field, model, tokenizer, run.compute_dtype)
     return batches, seq_len

@@ -155,12 +155,10 @@ class Plan:
 
 
 def total(items: Items) -> float:
-    """The sum of the items."""
     return sum(items.values())
 
 
 def numel(weights: Iterable[torch.Tensor]) -> int:
-    """The number of weights."""
     return sum(weight.numel() for weight in weights)
 
 

@@ -8,14 +8,7 @@ from pathlib import Path
 import yaml
 
 from proxsparse.patterns import MIXED
-from proxsparse.run.sections import (
-    number,
-    page,
-    perplexity_text,
-    settings_text,
-    shortened,
-    top_text,
-)
+from proxsparse.run.sections import number, page, perplexity_text, settings_text, shortened, top_text
 
 # How the model tree of the Hub lists the result below its base model. It knows adapter, finetune, merge and quantized.
 # Frozen weights under a mask, also packed, are a smaller form of the same model, as quantized weights are; new values

@@ -29,8 +29,8 @@ from proxsparse.runtime.command import Parser
 from proxsparse.training.options import OBJECTIVES, FinetuneOptions, LearningOptions
 
 
-def parse_train(arguments: list[str]) -> RunArgs:
-    """The flags of `proxsparse train`; without arguments, the demo recipe.
+def parse_train(arguments: list[str] | None) -> RunArgs:
+    """The flags of `proxsparse train`; without any, the demo recipe. `arguments`: None: those of the process.
 
     Raises:
         InputError: an unknown flag or recipe, an absent or malformed file, an invalid value.
@@ -65,7 +65,9 @@ def train_args(**given) -> RunArgs:
     recipe = given.get("recipe") or from_file.get("recipe")
     if not recipe and not {"model", "config", "data"} & given.keys():
         recipe = DEFAULT_RECIPE
-    from_recipe = file_flags(recipe_path(recipe), "recipe", train_parser()) if recipe else {}
+    if recipe and recipe not in RECIPE_NAMES:
+        raise InputError(f"--recipe {recipe}: no such recipe; choose from {', '.join(RECIPE_NAMES)}")
+    from_recipe = file_flags(RECIPES / f"{recipe}.yaml", "recipe", train_parser()) if recipe else {}
     merged: dict = {}
     for source in (from_recipe, from_file, given):
         current = merged.get("objective", LearningOptions.objective)
@@ -85,14 +87,7 @@ def over(lower: dict[str, object], source: dict[str, object]) -> dict[str, objec
     return {name: value for name, value in lower.items() if name not in dropped} | source
 
 
-def recipe_path(name: str) -> Path:
-    """The file of a recipe. Raises InputError, listing the recipes, for an unknown name."""
-    if name not in RECIPE_NAMES:
-        raise InputError(f"--recipe {name}: no such recipe; choose from {', '.join(RECIPE_NAMES)}")
-    return RECIPES / f"{name}.yaml"
-
-
-def parse_finetune(arguments: list[str]) -> RunArgs:
+def parse_finetune(arguments: list[str] | None) -> RunArgs:
     """The flags of `proxsparse finetune MODEL`. Raises InputError as `parse_train`, and if MODEL is missing."""
     parser = Parser(
         "finetune",
@@ -107,11 +102,6 @@ def parse_finetune(arguments: list[str]) -> RunArgs:
         given = over(file_flags(given["config"], "--config", with_model), given)
     if "model" not in given:
         raise InputError("MODEL is missing; give the folder of a pruned model: proxsparse finetune MODEL")
-    return finetune_args(**given)
-
-
-def finetune_args(**given) -> RunArgs:
-    """The checked flags of `proxsparse finetune`."""
     return checked("finetune", "finetune", UNIFORM, given)
 
 
@@ -150,7 +140,7 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     given = over(file_flags(given["config"], "--config", parser) if "config" in given else {}, given)
     args = checked("prune", method, allocation, given)
     rows = (get_method(method), get_allocation(allocation))
-    values = {name: default for row in rows for name, default in row.options.items()} | given | vars(args.hardware)
+    values = rows[0].options | rows[1].options | given | vars(args.hardware)
     args.options = SimpleNamespace(**{name: values[name] for row in rows for name in row.options})
     for row in rows:
         row.check(**args.options_of(row))
@@ -229,7 +219,8 @@ def add_sections(parser: Parser, command: str, skip: set[str] = frozenset(), mor
                 added.add(field.name)
                 about, default = field.metadata, field.default
                 words = about["help"] + ("" if default is None else f" (default: {str(default).lower()})")
-                add_flag(groups[about["group"]], field.name, kinds[field.name], words, about["choices"])
+                group = groups[about["group"] or section.group]
+                add_flag(group, field.name, kinds[field.name], words, about["choices"])
     return parser
 
 

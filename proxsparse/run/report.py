@@ -13,15 +13,7 @@ from pathlib import Path
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import write_file
 from proxsparse.io.output_folder import METRICS, RESULT
-from proxsparse.run.sections import (
-    duration,
-    number,
-    page,
-    perplexity_text,
-    share,
-    table,
-    top_text,
-)
+from proxsparse.run.sections import duration, number, page, perplexity_text, share, table, top_text
 from proxsparse.runtime.progress import phase
 
 PLOTTABLE = 1e30  # larger values overflow in matplotlib's axes
@@ -53,7 +45,7 @@ def write_report(run_dir: Path) -> list[str]:
     """Writes report.md and the plots of a complete, interrupted or running run, each atomically. Returns their names.
 
     Raises:
-        InputError: no such folder, no metrics.jsonl, or a malformed file; names the file and the line.
+        InputError: no metrics.jsonl, or a malformed file; names the file and the line.
     """
     with phase("report") as current:
         rows, path = read_metrics(run_dir), run_dir / RESULT
@@ -74,8 +66,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
     """The rows of metrics.jsonl, without an incomplete last line, which a run may still be writing."""
     path = run_dir / METRICS
     if not path.is_file():
-        reason = "no metrics.jsonl in this folder" if run_dir.is_dir() else "not a folder"
-        raise InputError(f"{run_dir}: {reason}; give the --output_dir of `proxsparse train`")
+        raise InputError(f"{run_dir}: no metrics.jsonl in this folder; give the --output_dir of `proxsparse train`")
     lines = path.read_bytes().splitlines()
     rows = []
     for index, line in enumerate(lines, 1):

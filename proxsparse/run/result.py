@@ -36,14 +36,12 @@ IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
 def perplexity_of(
     args: EvaluateArgs, text_field: str, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
-) -> Callable[[nn.Module, str], Perplexity | None]:
-    """Reads the held-out text. Returns a function (model, name) -> its perplexity, or None with --eval_data none.
+) -> Callable[[nn.Module, str], Perplexity]:
+    """Reads the held-out text. Returns a function (model, name) -> its perplexity.
 
     Raises:
         InputError: the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
     """
-    if args.eval_data == "none":
-        return lambda model, name: None
     source = args.eval_data
     tokens = evaluation_tokens(on_rank_zero(lambda: evaluation_text(source, text_field=text_field)), tokenizer)
     window_bos(model, tokenizer, args.eval_bos, "eval_bos")  # refuses --eval_bos before the run
@@ -90,11 +88,8 @@ def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> di
     if any(score is None for score in scores.values()):
         return None
     scores = dict(sorted(scores.items(), key=lambda score: score[0] != "dense"))  # the dense model first
-    first = next(iter(scores.values()))
-    seq_len = first.tokens // first.windows
-    table = {"data": eval_data, "seq_len": seq_len, "windows": first.windows, "tokens": first.tokens}
-    table["bos"] = first.bos
-    return table | {name: score.value for name, score in scores.items()}
+    measured_on = next(iter(scores.values())).measured_on
+    return {"data": eval_data} | measured_on | {name: score.value for name, score in scores.items()}
 
 
 def layer_figures(model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> dict:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 from proxsparse.errors import InputError, require
 
@@ -30,8 +30,8 @@ POSITIVE: Valid = (lambda value: value > 0, "a finite number > 0")
 SHARE: Valid = (lambda value: 0 <= value <= 1, "between 0 and 1")
 
 
-def flag(default, help: str, group: str = "learning", choices: tuple[str, ...] = (), valid: Valid | None = None):
-    """A flag with its default, help text, group in --help, allowed values (empty: any) and range."""
+def flag(default, help: str, group: str | None = None, choices: tuple[str, ...] = (), valid: Valid | None = None):
+    """A flag with default, help text, group in --help (None: that of its class), allowed values (empty: any), range."""
     return field(default=default, metadata={"help": help, "group": group, "choices": choices, "valid": valid})
 
 
@@ -51,6 +51,7 @@ def check_fields(options) -> None:
 class LoopOptions:
     """Options of every training loop: steps, AdamW, memory and checkpoints."""
 
+    group: ClassVar[str] = "learning"  # in --help
     distill: float = flag(
         0.0,
         "weight of the distillation from the dense model, 0 to 1; needs --objective masked",
