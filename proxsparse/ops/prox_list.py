@@ -27,9 +27,7 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
             write_back(weight, result)
 
 
-@torch.library.register_fake("proxsparse::prox_nm_list_")
-def _prox_nm_list_fake(weights, reg_lambdas, n, m):
-    return None
+torch.library.register_fake("proxsparse::prox_nm_list_", lambda *arguments: None)
 
 
 def _one_by_one(weights: Sequence[Tensor], reg_lambdas: Sequence[float], n: int, m: int) -> None:

@@ -132,7 +132,7 @@ def measured(monkeypatch, tmp_path):
     choice.clear_cache()
 
     def write(fastest: dict, **supports) -> dict:
-        kernels = {name: Kernel(name, None, lambda x, values: None) for name in ("fast", "faster", "reference")}
+        kernels = {name: Kernel(name, None, lambda *_: None) for name in ("fast", "faster", "reference")}
         kernels |= {name: Kernel(name, None, function) for name, function in supports.items()}
         monkeypatch.setitem(registry._kernels, "sparse_linear", kernels)
         monkeypatch.setattr(registry, "_warned", set())
@@ -166,7 +166,7 @@ def test_the_nearest_shape_and_rows_decide(measured):
 
 
 def test_a_backend_that_is_missing_is_warned_once_and_the_next_serves(measured):
-    measured({"8x8": {"1": "gone > faster > fast > reference"}}, faster=lambda x, values: "not installed; remedy: pip")
+    measured({"8x8": {"1": "gone > faster > fast > reference"}}, faster=lambda *_: "not installed; remedy: pip")
     message = "sparse_linear: not on the faster backend (not installed; remedy: pip); using a slower backend"
     assert warnings_of(lambda: chosen(1, 8, 8)) == [message]
     assert warnings_of(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.clear_cache(), chosen(1, 8, 8))) == []
@@ -174,7 +174,7 @@ def test_a_backend_that_is_missing_is_warned_once_and_the_next_serves(measured):
 
 
 def test_a_backend_that_refuses_this_size_alone_is_passed_over_in_silence(measured):
-    def few_rows_of_many_features(x, values):
+    def few_rows_of_many_features(x, values, scales):
         small = values.shape[1] < 32 and "too few features"
         return f"not {len(x)} rows" if len(x) > 16 else small or None
 

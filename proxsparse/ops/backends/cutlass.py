@@ -100,7 +100,7 @@ def _prepare(values: Tensor, indices: Tensor) -> Tensor:
 
 
 @register_kernel("sparse_linear", "cutlass", supports=_supports, prepare=_prepare)
-def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None) -> Tensor:
+def _sparse_linear(x, values, indices, bias, prepared, scales=None) -> Tensor:
     rows, architecture = len(x), architecture_of(x.device)
     metadata = _prepare(values, indices) if prepared is None else prepared
     tile = tile_for(x.device, rows)
