@@ -26,7 +26,7 @@ from importlib.util import find_spec
 import torch
 from lib import plots
 from lib.codes import quantize_
-from lib.common import Results, columns, command_line, dtype_name, error_note, with_defaults
+from lib.common import Results, command_line, dtype_name, error_note, with_defaults
 from lib.decode import Decoder, capture_graph
 from lib.measure import held_bytes, peak_bytes, percentiles
 from lib.random_models import KINDS, random_model
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
                     results.add(rows)
                     print(f"measured {model}, {pattern}, in {dtype}, batch {rows[0]['batch']}", flush=True)
                 release_memory(device)
-        results.show(*columns(COLUMNS))
+        results.show(COLUMNS)
         if results.save:
             measured = [row for row in results.rows if "note" not in row]
             plots.draw(results.picture(device), partial(plots.generate_speed, measured))

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lib.common import Results, columns, devices, new_parser
+from lib.common import Results, devices, new_parser
 from lib.random_models import KINDS, random_model
 
 from proxsparse import pack
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows = summaries(found, batch * args.new_tokens)
             results.add([case | {"form": form} | row for form, row in rows.items()])
             print(f"measured batch {batch} with prompts of {prompt} tokens", flush=True)
-    results.show(*columns(COLUMNS), "x dense: the median of the ratios of the rounds; above 1 packed is faster")
+    results.show(COLUMNS, "x dense: the median of the ratios of the rounds; above 1 packed is faster")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

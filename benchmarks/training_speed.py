@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from lib.common import Results, columns, command_line
+from lib.common import Results, command_line
 from lib.random_models import KINDS, random_model
 from torch import nn
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         gc.collect()
         torch.cuda.empty_cache()
         results.add([{"model": args.model, "case": name, "flags": " ".join(flags)} | row])
-    results.show(*columns(COLUMNS), "A rehearsal: the peak is that of the whole process." * (device.type == "cpu"))
+    results.show(COLUMNS, "A rehearsal: the peak is that of the whole process." * (device.type == "cpu"))
     return 0
 
 
