@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from lib.common import new_parser
-from torch import Tensor
 from transformers import GenerationConfig
 
 from proxsparse.data.calibration import added_bos
@@ -56,18 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
         autocast(device, compute_dtype),
     ):
         for first in range(0, args.documents, args.batch):
-            prompts = random_windows(text, min(args.batch, args.documents - first), args.prompt)
+            starts = torch.randint(len(text) - args.prompt + 1, (min(args.batch, args.documents - first), 1))
+            prompts = text[starts + torch.arange(args.prompt)]  # windows that begin anywhere
             prompts = torch.cat([bos.expand(len(prompts), -1), prompts], 1).to(device)
             for sample in model.generate(prompts, attention_mask=torch.ones_like(prompts)):  # no padding
                 file.write(json.dumps({"text": tokenizer.decode(sample[len(bos) :])}) + "\n")
                 current.step()
     print(f"{args.file}: {args.documents * args.tokens:,} tokens in {time.monotonic() - start:.0f} s")
-
-
-def random_windows(tokens: Tensor, count: int, length: int) -> Tensor:
-    """`count` windows of a text, int64 [count, length], that begin anywhere."""
-    starts = torch.randint(len(tokens) - length + 1, (count, 1))
-    return tokens[starts + torch.arange(length)]
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ back; ops without a kernel of the chosen backend use the automatic choice.
 """
 
 import contextlib
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import ModuleType
 
 AUTO = "auto"
 # The backends that the automatic choice tries on a device, fastest first; on other devices only the reference. The
@@ -55,6 +57,17 @@ def register_kernel(op: str, backend: str, supports: Callable[..., str | None], 
         return run
 
     return add
+
+
+def import_extension(name: str, newest: str, remedy: str) -> tuple[ModuleType | None, str | None]:
+    """(a compiled extension, None), or (None, why it cannot be used); `newest`: the function that was added last."""
+    try:
+        extension = importlib.import_module(name)
+    except ImportError as error:
+        return None, f"the compiled extension is missing ({error}); remedy: {remedy}"
+    if not hasattr(extension, newest):
+        return None, f"{name} belongs to another version of proxsparse; remedy: reinstall proxsparse"
+    return extension, None
 
 
 def list_backends(op: str | None = None) -> list[str]:

@@ -7,7 +7,6 @@ import re
 import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -257,22 +256,18 @@ def test_what_gpu_backends_support(name, tensors, reason, hopper):
     assert re.fullmatch(reason, str(kernel_of(name).supports(*tensors)))
 
 
-@pytest.mark.parametrize("arguments", [None, 6, 8, 11])
-def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkeypatch):
+def test_a_compiled_extension_of_another_commit_does_not_serve(monkeypatch):
     """A call with other arguments than the binding has would be a TypeError."""
-    source = (Path(__file__).parents[2] / "csrc" / "cuda" / "bindings.cpp").read_text()
-    assert source.partition("\nvoid gemv(")[2].partition(")")[0].count(",") + 1 == cuda.GEMV_ARGUMENTS
     module = ModuleType("compiled")
-    if arguments:
-        signature = ", ".join(f"arg{number}: torch.Tensor" for number in range(arguments))
-        module.gemv, module.masked_weight_24_ = SimpleNamespace(__doc__=f"gemv({signature}) -> None\n"), None
     monkeypatch.setitem(sys.modules, "compiled", module)
-    found, reason = cuda.loaded("compiled")
-    if arguments == cuda.GEMV_ARGUMENTS:
-        assert (found, reason) == (module, None)
-    else:
-        assert found is None
-        assert "another version" in reason
+    found, reason = registry.import_extension("compiled", "newest", "build it")
+    assert found is None
+    assert "another version" in reason
+    module.newest = None
+    assert registry.import_extension("compiled", "newest", "build it") == (module, None)
+    found, reason = registry.import_extension("proxsparse._gone", "newest", "build it")
+    assert found is None
+    assert "is missing (No module named 'proxsparse._gone'); remedy: build it" in reason
 
 
 def test_on_amd_triton_serves_and_no_cuda_kernel_does(monkeypatch):

@@ -9,23 +9,18 @@ orders; csrc/cuda/metadata.cu implements them.
 A tile is the part of y that a thread block computes. TILES has the tile for each number of rows.
 """
 
-import importlib
-
 import torch
 from torch import Tensor
 
 from proxsparse.ops.backends import cuda
-from proxsparse.ops.registry import register_kernel
+from proxsparse.ops.registry import import_extension, register_kernel
 from proxsparse.ops.sparse_linear import pad_rows
 
-try:
-    _C, _missing = importlib.import_module("proxsparse._C_cutlass"), None
-except ImportError as error:
-    _C = None
-    _missing = (
-        f"the compiled extension is missing ({error}); remedy: pip install nvidia-cutlass --no-deps, then with a CUDA "
-        "build of torch and nvcc, reinstall proxsparse"
-    )
+_C, _missing = import_extension(
+    "proxsparse._C_cutlass",
+    "gemm",
+    "pip install nvidia-cutlass --no-deps, then with a CUDA build of torch and nvcc, reinstall proxsparse",
+)
 
 # architecture -> [(most rows, tile)], with as few idle rows as possible; others not measured
 TILES = {
