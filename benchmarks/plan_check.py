@@ -39,7 +39,6 @@ COLUMNS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures every case."""
     parser = common.new_parser(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this")
     parser.add_argument("--no-save", action="store_true", help="print only")

@@ -89,7 +89,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = command_line(__doc__)
     names = ", ".join(MODELS)
     parser.add_argument("--shapes", type=matrix_shape, nargs="*", metavar="OUTxIN", help="out_features x in_features")

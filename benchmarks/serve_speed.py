@@ -75,7 +75,6 @@ PROGRAMS = {"transformers": transformers_server, "vllm": vllm_server}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures every batch and length of the prompt."""
     args = parse_arguments(arguments)
     results = Results("serve_speed", choose_device(args.device), not args.no_save, arguments)
     same = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "program": args.program}
@@ -97,7 +96,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = new_parser(__doc__)
     parser.add_argument("--model", default="mistral-7b-v0.1", choices=KINDS, metavar="NAME", help=", ".join(KINDS))
     parser.add_argument("--layers", type=int, default=4, help="decoder blocks")
@@ -167,7 +165,6 @@ def serving(folder: Path, args: argparse.Namespace) -> Iterator[Callable]:
 
 
 def is_healthy(port: int) -> bool:
-    """Whether the server answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
             return True

@@ -44,7 +44,6 @@ MISS = 1e-9
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints and saves Table 1, and draws the pictures."""
     args = parse_arguments(arguments)
     generator = torch.Generator().manual_seed(args.seed)
     results = Results("solver_quality", CPU, not args.no_save, arguments)
@@ -59,7 +58,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = new_parser(__doc__)
     parser.add_argument("--instances", type=int, default=100, help="number of random blocks")
     parser.add_argument("--lambdas", type=int, default=200, help="number of lambdas for each block")

@@ -102,7 +102,6 @@ CURVES = {  # curve -> the [step, value] pairs of a run's folder and result.json
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs each named study."""
     args, flags = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     for name in STUDIES if args.study == "all" else [args.study]:
         run_study(name, args, flags)

@@ -24,7 +24,6 @@ LEARN = ["--max_steps", "4", "--distill", "0.5", "--scaling_samples", "8", "--ev
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures every number of documents."""
     parser = common.new_parser(__doc__)
     parser.add_argument(
         "--documents", type=int, nargs="+", default=[500, 4000, 40000], metavar="N", help="to learn from"

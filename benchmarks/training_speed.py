@@ -49,7 +49,6 @@ OTHERS = ("process", "CUDA context (assumed)")  # planned, but not in the peak o
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures every case."""
     args = parse_arguments(arguments)
     device = torch.device(args.devices[0])
     results = Results("training_speed", device, not args.no_save, arguments)
@@ -67,7 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = command_line(__doc__)
     parser.add_argument("--model", default="llama-2-7b", choices=KINDS, metavar="NAME", help=", ".join(KINDS))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE", help=", ".join(CASES))

@@ -102,7 +102,6 @@ def commit() -> str:
 
 
 def results_file(benchmark: str) -> Path:
-    """The file of rows of a benchmark."""
     return FOLDER / "results" / f"{benchmark}.jsonl"
 
 

@@ -238,5 +238,4 @@ def is_capturing(tensor: Tensor) -> bool:
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter without gradient."""
     return nn.Parameter(tensor, requires_grad=False)

@@ -77,7 +77,6 @@ def list_backends(op: str | None = None) -> list[str]:
 
 
 def find_kernel(op: str, backend: str) -> Kernel | None:
-    """The kernel of `backend` for `op`, or None."""
     return _kernels[op].get(backend)
 
 
@@ -168,7 +167,6 @@ def warn_fallback(op: str, backend: str, reason: str) -> None:
 
 
 def warn_once(message: str, *key: str) -> None:
-    """Warns once for each key."""
     if key not in _warned:
         _warned.add(key)
         warnings.warn(message, stacklevel=4)

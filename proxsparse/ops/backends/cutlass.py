@@ -30,7 +30,6 @@ TILES = {
 
 
 def metadata_bytes(out_features: int, in_features: int, architecture: int) -> int:
-    """The size of the metadata in bytes."""
     if architecture == 80:
         return out_features * in_features // 8
     return -(-out_features // 64) * 64 * -(-in_features // 128) * 16
