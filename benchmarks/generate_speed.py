@@ -19,14 +19,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 from lib import plots
 from lib.codes import quantize_
-from lib.common import Results, columns, command_line, dtype_name, error_note, with_defaults
+from lib.common import Results, command_line, dtype_name, error_note, with_defaults
 from lib.decode import Decoder, capture_graph
 from lib.measure import held_bytes, peak_bytes, percentiles
 from lib.random_models import KINDS, random_model
@@ -37,7 +37,8 @@ from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import EMBEDDED_MODEL, load_model
-from proxsparse.ops import choice, nm_mask, registry
+from proxsparse.ops import nm_mask
+from proxsparse.ops.sparse_linear import select_kernel
 from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.runtime.device import choose_device
 
@@ -103,7 +104,6 @@ class Built:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures every model, dtype and batch."""
     args = parse_arguments(arguments)
     for device in map(choose_device, args.devices):
         chosen = with_defaults(args, DEFAULTS, device)
@@ -118,14 +118,13 @@ def main(arguments: list[str] | None = None) -> None:
                     results.add(rows)
                     print(f"measured {model}, {pattern}, in {dtype}, batch {rows[0]['batch']}", flush=True)
                 release_memory(device)
-        results.show(*columns(COLUMNS))
+        results.show(COLUMNS)
         if results.save:
             measured = [row for row in results.rows if "note" not in row]
             plots.draw(results.picture(device), partial(plots.generate_speed, measured))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = command_line(__doc__)
     names = [*KINDS, EMBEDDED_MODEL]
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
@@ -211,7 +210,7 @@ def benchmark(
 
 def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) -> list[dict]:
     """The rows of every mode and form for these prompts, run alternately. A case that fails is a row with a note."""
-    decoders, peaks, tokens, served, notes = {}, {}, {}, {}, {}
+    decoders, peaks, tokens, notes = {}, {}, {}, {}
     length, steps, device = prompts.shape[1] + args.new_tokens, args.new_tokens - 1, prompts.device
 
     def start(mode: str, form: str) -> None:
@@ -226,7 +225,6 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
             before = held_bytes(device)
             peak = peak_bytes(partial(start, mode, form), device)
             peaks[mode, form] = max(0, held_bytes(device) - before) if peak is None else peak
-            served[mode, form] = backends_of(decoders[mode, form], prompts)
         except Exception as error:  # out of memory, no compiler: the other cases are measured
             decoders.pop((mode, form), None)
             notes[mode, form] = error_note(error)
@@ -240,41 +238,26 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
     for (mode, form), (prefill_ms, step_ms) in samples.items():
         expected = tokens.get((mode, "dense"), next(iter(tokens.values())))
         same = (tokens[mode, form] == expected).double().mean().item()
-        row = {"mode": mode, "form": form} | percentiles(step_ms) | served[mode, form]
+        row = {"mode": mode, "form": form} | percentiles(step_ms)
         row |= {"prefill_p50_ms": statistics.median(prefill_ms), "same_tokens": same}
         row |= {"prefill_tokens_per_s": 1000 * prompts.numel() / statistics.median(prefill_ms)}
         row |= {"decode_tokens_per_s": 1000 * len(prompts) / statistics.median(step_ms)}
         weights = built[form]
+        row |= {"prefill_backends": backends_of(weights.model, prompts.numel())}
+        row |= {"decode_backends": backends_of(weights.model, len(prompts))}
         row |= {"layer_bytes": weights.layer_bytes, "built_bytes": weights.built_bytes}
         rows.append(row | {"peak_bytes": weights.built_bytes + peaks[mode, form]})
     return rows
 
 
-def backends_of(decoder: Decoder, prompts: Tensor) -> dict[str, list[str]]:
-    """The backends that multiply packed weights in a prefill and in an eager decode step; "dense" if none does."""
-    used: set[str] = set()
-
-    def recording(kernel: registry.Kernel) -> registry.Kernel:
-        def run(*arguments) -> Tensor:
-            used.add(kernel.backend)
-            return kernel.run(*arguments)
-
-        return replace(kernel, run=run, direct=None)
-
-    table, backends = registry._kernels["sparse_linear"], {}
-    before = dict(table)
-    parts = {"prefill": partial(decoder.prefill, prompts), "decode": torch.no_grad()(decoder.eager_step)}
-    try:
-        table.update({name: recording(kernel) for name, kernel in before.items()})
-        choice.clear_cache()  # it caches kernels
-        for part, run in parts.items():
-            used.clear()
-            run()
-            backends[f"{part}_backends"] = sorted(used) or ["dense"]
-    finally:
-        table.update(before)
-        choice.clear_cache()
-    return backends
+def backends_of(model: nn.Module, rows: int) -> list[str]:
+    """The backends that multiply so many rows by the packed weights of a model; "dense" if it has none."""
+    used = set()
+    for layer in model.modules():
+        if isinstance(layer, SparseLinear):
+            x = layer.weight.new_empty(1, 1).expand(rows, layer.in_features)
+            used.add(select_kernel(x, layer.values, layer.backend, layer.scales).backend)
+    return sorted(used) or ["dense"]
 
 
 def synchronized_ms(run: Callable[[], object], device: torch.device) -> float:

@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
                 rows = results.add(benchmark(shape, getattr(torch, dtype), device, chosen))
                 failed |= any("note" in row for row in rows)
                 print(f"measured {shape[0]}x{shape[1]} in {dtype}", flush=True)
-        results.show(*common.columns(COLUMNS))
+        results.show(COLUMNS)
         if results.save:
             same = {name: results.where[name] for name in ("when", "device")}
             rows = [row for row in common.read_rows(results.file) if same.items() <= row.items()]  # of all processes
@@ -106,7 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = common.command_line(__doc__)
     shape_help = "out_features x in_features"
     parser.add_argument("--shapes", type=common.matrix_shape, nargs="+", metavar="OUTxIN", help=shape_help)

@@ -16,7 +16,7 @@ import sys
 from functools import partial
 
 import torch
-from lib.common import Results, columns, command_line, error_note, with_defaults
+from lib.common import Results, command_line, error_note, with_defaults
 from lib.measure import WeightSet, interleaved, once, peak_bytes, rotation
 from lib.paper_solvers import enum_alm
 from lib.shapes import MODELS, prunable_layers
@@ -61,13 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
             shapes = prunable_layers(chosen.model, chosen.blocks)
             (layers,) = rotation(shapes, getattr(torch, dtype), device, args.sigma, sets=1)
             results.add([case | row for row in benchmark(layers, chosen)])
-        results.show(*columns(COLUMNS))
+        results.show(COLUMNS)
         failed |= any("p50_ms" not in row for row in results.rows)
     return 1 if failed else 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=str.lower, choices=[*MODELS], metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--blocks", type=int, help="number of its decoder blocks")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from lib.common import new_parser
-from torch import Tensor
 from transformers import GenerationConfig
 
 from proxsparse.data.calibration import added_bos
@@ -27,7 +26,6 @@ from proxsparse.runtime.progress import phase
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Samples batch after batch."""
     parser = new_parser(__doc__)
     parser.add_argument("model", help="name or folder of the model")
     parser.add_argument("data", help="text of the prompts: a source as for proxsparse train --data")
@@ -54,18 +52,13 @@ def main(arguments: list[str] | None = None) -> None:
         phase("sampling", args.documents, "document") as current,
     ):
         for first in range(0, args.documents, args.batch):
-            prompts = random_windows(text, min(args.batch, args.documents - first), args.prompt)
+            starts = torch.randint(len(text) - args.prompt + 1, (min(args.batch, args.documents - first), 1))
+            prompts = text[starts + torch.arange(args.prompt)]  # windows that begin anywhere
             prompts = torch.cat([bos.expand(len(prompts), -1), prompts], 1).to(device)
             for sample in model.generate(prompts, attention_mask=torch.ones_like(prompts)):  # no padding
                 file.write(json.dumps({"text": tokenizer.decode(sample[len(bos) :])}) + "\n")
                 current.step()
     print(f"{args.file}: {args.documents * args.tokens:,} tokens in {time.monotonic() - start:.0f} s")
-
-
-def random_windows(tokens: Tensor, count: int, length: int) -> Tensor:
-    """`count` windows of a text, int64 [count, length], that begin anywhere."""
-    starts = torch.randint(len(tokens) - length + 1, (count, 1))
-    return tokens[starts + torch.arange(length)]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from lib import common
+from tiny_models import byte_tokenizer, tiny_model
 
 from proxsparse.run.memory import Plan
 from proxsparse.run.parse import parse_finetune, parse_train
@@ -29,13 +30,15 @@ CASES = (
     *("train --eval_data none --precision bf16", "finetune --seq_len 512 --precision fp32"),
     *("train random --seq_len 512", "finetune random --seq_len 512"),
 )
+COLUMNS = {
+    "case": "{case}",
+    "planned bytes": "{planned:,}",
+    "measured bytes": "{measured:,}",
+    "plan / measured": "{ratio:.3f}",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures every case."""
-    sys.path.insert(0, str(common.FOLDER.parent / "tests"))
-    from tiny_models import byte_tokenizer, tiny_model
-
     parser = common.new_parser(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this")
     parser.add_argument("--no-save", action="store_true", help="print only")
@@ -46,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
             part.save_pretrained(Path(folder, "random"))
         for case in (case for case in CASES if args.only in case):
             print(*results.add([{"case": case} | compare(case, Path(folder))]), flush=True)
-    results.show(["case", "planned GB", "measured GB", "plan / measured"], cells, "")
+    results.show(COLUMNS)
     return 0
 
 
@@ -62,10 +65,11 @@ def compare(case: str, folder: Path) -> dict[str, object]:
         flags = [pruned, *SHORT, *flags]
         if not Path(pruned).exists():
             peak(["prune", "--model", model, *PRUNE, pruned])
-    planned = Plan(parse(flags)).memory()["host"]
+    items = Plan(parse(flags)).memory()["host"]
+    planned = sum(items.values())
     with tempfile.TemporaryDirectory(dir=folder) as run:
         measured = peak([command, *flags, "--output_dir", f"{run}/run"])
-    return {"planned": sum(planned.values()), "measured": measured, "items": planned}
+    return {"planned": planned, "measured": measured, "ratio": planned / measured, "items": items}
 
 
 def peak(arguments: list[str]) -> int:
@@ -75,12 +79,6 @@ def peak(arguments: list[str]) -> int:
     if status:
         raise SystemExit(f"failed: proxsparse {' '.join(arguments)}")
     return usage.ru_maxrss * 1024
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the table."""
-    planned, measured = row["planned"], row["measured"]
-    return [row["case"], f"{planned / 1e9:.2f}", f"{measured / 1e9:.2f}", f"{planned / measured:.3f}"]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 from lib import plots
-from lib.common import Results, columns, command_line, dtype_name, error_note, matrix_shape, with_defaults
+from lib.common import Results, command_line, dtype_name, error_note, matrix_shape, with_defaults
 from lib.measure import WeightSet, elapsed_ms, interleaved, once, rotation
 from lib.paper_solvers import enum_alm
 from lib.shapes import MODELS, PAPER, Shape, distinct, layer_shapes, prunable_layers
@@ -82,14 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
                 failed = True
             torch.cuda.empty_cache()
         if results.rows:
-            results.show(*columns(COLUMNS))
+            results.show(COLUMNS)
             if results.save:
                 plots.draw(results.picture(device), partial(plots.prox_speed, results.rows))
     return 1 if failed else 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = command_line(__doc__)
     names = ", ".join(MODELS)
     parser.add_argument("--shapes", type=matrix_shape, nargs="*", metavar="OUTxIN", help="out_features x in_features")

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lib.common import Results, columns, devices, new_parser
+from lib.common import Results, devices, new_parser
 from lib.random_models import KINDS, random_model
 
 from proxsparse import pack
@@ -75,7 +75,6 @@ PROGRAMS = {"transformers": transformers_server, "vllm": vllm_server}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures every batch and length of the prompt."""
     args = parse_arguments(arguments)
     results = Results("serve_speed", choose_device(args.device), not args.no_save, arguments)
     same = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "program": args.program}
@@ -93,11 +92,10 @@ def main(arguments: list[str] | None = None) -> None:
             rows = summaries(found, batch * args.new_tokens)
             results.add([case | {"form": form} | row for form, row in rows.items()])
             print(f"measured batch {batch} with prompts of {prompt} tokens", flush=True)
-    results.show(*columns(COLUMNS), "x dense: the median of the ratios of the rounds; above 1 packed is faster")
+    results.show(COLUMNS, "x dense: the median of the ratios of the rounds; above 1 packed is faster")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = new_parser(__doc__)
     parser.add_argument("--model", default="mistral-7b-v0.1", choices=KINDS, metavar="NAME", help=", ".join(KINDS))
     parser.add_argument("--layers", type=int, default=4, help="decoder blocks")
@@ -167,7 +165,6 @@ def serving(folder: Path, args: argparse.Namespace) -> Iterator[Callable]:
 
 
 def is_healthy(port: int) -> bool:
-    """Whether the server answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
             return True

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 from lib import paper_solvers, plots
-from lib.common import Results, columns, new_parser
+from lib.common import Results, new_parser
 from lib.measure import elapsed_ms
 from torch import Tensor
 
@@ -44,7 +44,6 @@ MISS = 1e-9
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints and saves Table 1, and draws the pictures."""
     args = parse_arguments(arguments)
     generator = torch.Generator().manual_seed(args.seed)
     results = Results("solver_quality", CPU, not args.no_save, arguments)
@@ -52,14 +51,13 @@ def main(arguments: list[str] | None = None) -> None:
         y, lambdas = problems(args.instances, args.lambdas, generator)
         rows = compare(y.repeat(len(lambdas), 1), lambdas.repeat_interleave(len(y)), generator)
         results.add([{"problems": NAMES[problems], "count": len(y) * len(lambdas)} | row for row in rows])
-    results.show(*columns(COLUMNS), f"misses: objectives more than {MISS:g} above the best")
+    results.show(COLUMNS, f"misses: objectives more than {MISS:g} above the best")
     if results.save:
         plots.draw(results.file.with_name("regularisation_path.png"), path_figure)
         plots.draw(results.file.with_name("enum_alm_misses.png"), misses_figure)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = new_parser(__doc__)
     parser.add_argument("--instances", type=int, default=100, help="number of random blocks")
     parser.add_argument("--lambdas", type=int, default=200, help="number of lambdas for each block")

@@ -131,12 +131,6 @@ def counted(case: str, layers: int | None) -> dict[str, int]:
     return {part: names.total() for part, names in counting.counts.items()} | {"optimizer": 2}
 
 
-def cells(row: dict) -> list[str]:
-    """A row of the table."""
-    parts = ", ".join(f"{part} {count:,}" for part, count in row["operations"].items())
-    return [row["case"], f"{sum(row['operations'].values()):,}", parts]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Counts every case in a process of its own."""
     parser = common.new_parser(__doc__)
@@ -158,8 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
             command = [sys.executable, __file__, "--cases", case, *more]
             printed = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
             found = json.loads(printed.splitlines()[-1])
-            results.add([{"case": case, "layers": args.layers, "operations": found}])
-    results.show(["case", "total", "parts"], cells, "")
+            row = {"case": case, "layers": args.layers, "total": sum(found.values()), "operations": found}
+            results.add([row])
+    results.show({"case": "{case}", "total": "{total:,}", "parts": "{operations}"})
     return 0
 
 

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 from lib import common, plots
-from lib.runs import NOT_SETTINGS, digest, label, quoted, run_once
+from lib.runs import NOT_SETTINGS, digest, label, run_once
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from proxsparse.errors import InputError, run_command
-from proxsparse.io.text_table import text_table
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.reference import nm_mask
 from proxsparse.run.args import RunArgs
@@ -103,7 +102,6 @@ CURVES = {  # curve -> the [step, value] pairs of a run's folder and result.json
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs each named study."""
     args, flags = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     for name in STUDIES if args.study == "all" else [args.study]:
         run_study(name, args, flags)
@@ -138,12 +136,11 @@ def run_study(name: str, args: argparse.Namespace, flags: list[str]) -> None:
     rows = []
     for (value, settings), run in zip(cells.items(), runs, strict=True):
         print(f"\n{name}, {cell_name(value)}: {settings or 'the flags as given'}", file=sys.stderr)
-        command = f"python benchmarks/studies.py {name} {quoted(['--values', cell_name(value), *flags])}"
+        command = common.command("studies", [name, "--values", cell_name(value), *flags])
         rows.append(row_of(name, run, settings, args) | {"cell": cell_name(value), "command": command})
         if rows[-1] not in known:
             common.append_rows(args.results, rows[-1:])
-    header, cells_of = common.columns(COLUMNS)
-    print(f"\n{study.title}; {plots.measured_on(rows[0])}\n\n{text_table(header, list(map(cells_of, rows)))}\n")
+    print(f"\n{study.title}; {plots.measured_on(rows[0])}\n\n{common.table(COLUMNS, rows)}\n")
     if len(rows) > 1:  # a single run repeats a part of a picture
         picture = args.output_dir / f"{name}-{label(run.model.model)}-{run.options.objective}.png"
         plots.draw(picture, partial(plots.curves if study.curve else plots.perplexities, rows, study.title))

@@ -18,15 +18,12 @@ from pathlib import Path
 
 import torch
 from lib import common
+from tiny_models import byte_tokenizer, tiny_model
 
 LEARN = ["--max_steps", "4", "--distill", "0.5", "--scaling_samples", "8", "--eval_data", "none", "--device", "cpu"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures every number of documents."""
-    sys.path.insert(0, str(common.FOLDER.parent / "tests"))
-    from tiny_models import byte_tokenizer, tiny_model
-
     parser = common.new_parser(__doc__)
     parser.add_argument(
         "--documents", type=int, nargs="+", default=[500, 4000, 40000], metavar="N", help="to learn from"
@@ -51,13 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
             row = {"tokens": documents * args.tokens, "documents": documents, "processes": args.processes}
             row |= {"peak": peak([*command, *paths, *size]), "seconds": time.monotonic() - start_s}
             print(*results.add([row]), flush=True)
-    results.show(["tokens", "processes", "MiB"], cells, "")
+    results.show({"tokens": "{tokens:,}", "processes": "{processes}", "peak bytes": "{peak:,}"})
     return 0
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the table."""
-    return [f"{row['tokens']:,}", str(row["processes"]), str(row["peak"] >> 20)]
 
 
 def peak(command: list[str]) -> int:

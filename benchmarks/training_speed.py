@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from lib.common import Results, columns, command_line
+from lib.common import Results, command_line
 from lib.random_models import KINDS, random_model
 from torch import nn
 
@@ -49,7 +49,6 @@ OTHERS = ("process", "CUDA context (assumed)")  # planned, but not in the peak o
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures every case."""
     args = parse_arguments(arguments)
     device = torch.device(args.devices[0])
     results = Results("training_speed", device, not args.no_save, arguments)
@@ -62,12 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
         gc.collect()
         torch.cuda.empty_cache()
         results.add([{"model": args.model, "case": name, "flags": " ".join(flags)} | row])
-    results.show(*columns(COLUMNS), "A rehearsal: the peak is that of the whole process." * (device.type == "cpu"))
+    results.show(COLUMNS, "A rehearsal: the peak is that of the whole process." * (device.type == "cpu"))
     return 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
     parser = command_line(__doc__)
     parser.add_argument("--model", default="llama-2-7b", choices=KINDS, metavar="NAME", help=", ".join(KINDS))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE", help=", ".join(CASES))

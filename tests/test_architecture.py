@@ -60,6 +60,7 @@ OWNERS = {
     "vllm": "integrations/vllm_",
 }
 COMPILED = {"proxsparse._C", "proxsparse._C_cuda", "proxsparse._C_cutlass"}
+IMPORTERS = ("import_module", "import_extension", "__import__")
 MAX_LINES = 400
 
 
@@ -82,7 +83,7 @@ def imported_names(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{origin(node, path)}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORTERS):
             names |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
     return {name.replace("proxsparse.triton_kernels", "triton_kernels") for name in names}
 

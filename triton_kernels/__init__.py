@@ -1,4 +1,7 @@
-"""The Triton kernels and their launchers; imports torch and triton only."""
+"""The Triton kernels and their launchers; imports torch and triton only.
+
+Launchers do not check their arguments: `proxsparse.ops` does.
+"""
 
 from .adamw_prox import Step, adamw_prox_list_
 from .masked_weight import masked_weight_nm_

@@ -16,7 +16,7 @@ from .block import largest_finite, shrink
 from .formats import arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
 from .launch import LANES, weights_of_piece
 from .masked_weight import under_mask
-from .prox import TRITON_DTYPE, check_weight, rows_and_blocks, unit_of
+from .prox import TRITON_DTYPE, rows_and_blocks, unit_of
 from .wide_block import prox_wide
 
 # Two blocks per lane: a step reads and writes 40 to 110 bytes per block, so registers are scarce but time is not.
@@ -228,15 +228,10 @@ def adamw_prox_list_(steps: Sequence[Step]) -> None:
     GPU.
 
     Raises:
-        ValueError: the prox does not support the pattern or the shape of a weight.
         RuntimeError: a CUDA graph is being captured; its replays would read a table that has been freed.
     """
     launches: dict[tuple, list[Step]] = {}
     for step in steps:
-        if step.reg_lambda > 0 or step.out is not None:
-            check_weight(step.weight, step.m)
-            if step.n != step.m - 2:
-                raise ValueError(f"pattern {step.n}:{step.m}: must be (m - 2):m")
         if step.weight.numel():
             launches.setdefault((step.weight.device, *step.constants().items()), []).append(step)
     for (device, *constants), same in launches.items():

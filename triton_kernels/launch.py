@@ -36,7 +36,6 @@ def compiler_options(registers: int) -> dict[str, int]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

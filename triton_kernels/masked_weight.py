@@ -7,7 +7,7 @@ import triton.language as tl
 from .block import sort4, unsort4
 from .formats import arithmetic_of, join4, split4, widened
 from .launch import LANES, weights_of_piece
-from .prox import check_weight, rows_and_blocks
+from .prox import rows_and_blocks
 from .wide_block import kept
 
 # Four blocks per lane, and one warp, whose lanes exchange numbers without shared memory. Not measured on a GPU.
@@ -69,10 +69,7 @@ def masked_weight_nm_(
         out, pretrained: of one dtype: that of the weight, or bfloat16 for a float32 weight.
         scale: c, [in_features], in float32 (float64 for a float64 weight), or None.
         m: 4, 6, 8 or 10.
-    Raises:
-        ValueError: another pattern, in_features that does not fit, or the weight is not contiguous.
     """
-    check_weight(weight, m)
     if weight.numel() == 0:
         return
     columns, pieces, blocks = rows_and_blocks(weight, scale, m, BLOCKS_PER_PROGRAM)

@@ -35,7 +35,6 @@ BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
 NUM_WARPS = 1
 # The time of the interpreter depends on the number of programs and operations, not of blocks.
 BLOCKS_IN_INTERPRETER = 65536
-SIZES = (4, 6, 8, 10)  # m of the patterns (m-2):m
 # Weights per row of the table of a list. Long rows keep the table small; short rows waste less work at the end.
 WEIGHTS_PER_ROW = 2**18
 TRITON_DTYPE = {
@@ -161,18 +160,6 @@ def prox_list_kernel(
 # ---------------------------------------------------------------------------------------------- the launchers
 
 
-def check_weight(weight: torch.Tensor, m: int = 4) -> None:
-    """Raises ValueError if these kernels do not support the weight or the pattern (m-2):m."""
-    if m not in SIZES:
-        raise ValueError(f"m={m}: these kernels support m in {SIZES}; use the reference backend for other patterns")
-    multiple = 4 if m == 4 else 2
-    if weight.ndim == 0 or weight.shape[-1] % multiple or not weight.is_contiguous():
-        raise ValueError(
-            f"weight of shape {list(weight.shape)}, strides {list(weight.stride())}: it must be contiguous with a last "
-            f"dimension that is a multiple of {multiple}; call weight.contiguous() or exclude this layer"
-        )
-
-
 def unit_of(reg_lambda: float, m: int) -> float:
     """The unit of the prox for m > 4, lambda^(1/(m-3)); finite and positive in float32."""
     return min(max(reg_lambda, 2.0**-126), 2.0**127) ** (1 / (m - 3))
@@ -222,13 +209,11 @@ def prox_24_(weight: torch.Tensor, reg_lambda: float) -> None:
     Arithmetic is fp64 for float64 and fp32 otherwise, rounded once to the dtype of the weight.
 
     Args:
-        weight: [..., in_features], contiguous; float32, bfloat16, float16 or float64; on a CUDA GPU, or on the CPU if
-            the environment had TRITON_INTERPRET=1 when triton was imported. Changed in place. May be empty.
+        weight: [..., in_features], contiguous, in_features a multiple of 4; float32, bfloat16, float16 or float64; on a
+            CUDA GPU, or on the CPU if the environment had TRITON_INTERPRET=1 when triton was imported. Changed in
+            place. May be empty.
         reg_lambda: lambda_1 >= 0, in units of 1 / |w|; 0 is the identity.
-    Raises:
-        ValueError: in_features is not a multiple of 4, or the weight is not contiguous.
     """
-    check_weight(weight)
     if reg_lambda == 0 or weight.numel() == 0:
         return
     if weight.data_ptr() % 16:  # an unaligned view; the kernel loads 16 bytes at once
@@ -253,19 +238,12 @@ def prox_list_24_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float])
         weights: as for `prox_24_`, all of one dtype and on one device; they must not overlap.
         reg_lambdas: one for each weight.
     Raises:
-        ValueError: as `prox_24_`, or the weights differ in dtype or device.
         RuntimeError: a CUDA graph is being captured; its replays would read a table that is freed after a while.
     """
     if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prox_nm_list_ cannot be captured in a CUDA graph; capture prox_nm_ for each weight")
     entries = []
     for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
-        check_weight(weight)
-        if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
-            raise ValueError(
-                f"a {weight.dtype} weight on {weight.device} in a list of {weights[0].dtype} on {weights[0].device}: "
-                "one launch supports one dtype and one device; use several lists"
-            )
         if weight.numel() % 16 or weight.data_ptr() % 16:
             prox_24_(weight, reg_lambda)
         elif reg_lambda != 0 and weight.numel() != 0:

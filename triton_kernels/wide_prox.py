@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .formats import arithmetic_of, is_half, round_to_nearest, widened
 from .launch import weights_of_piece
-from .prox import BLOCKS_PER_PART, NUM_WARPS, check_weight, rows_and_blocks, unit_of
+from .prox import BLOCKS_PER_PART, NUM_WARPS, rows_and_blocks, unit_of
 from .wide_block import prox_wide
 
 
@@ -31,7 +31,6 @@ def prox_wide_kernel(
 
 def prox_wide_(weight: torch.Tensor, reg_lambda: float, m: int) -> None:
     """`prox_24_` for blocks of m = 6, 8 or 10, of which m - 2 weights are kept; a row may end in a remainder."""
-    check_weight(weight, m)
     if reg_lambda == 0 or weight.numel() == 0:
         return
     columns, pieces, blocks = rows_and_blocks(weight, None, m, BLOCKS_PER_PART)

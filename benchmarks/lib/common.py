@@ -3,10 +3,11 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -67,7 +68,8 @@ def devices() -> list[str]:
 def command(benchmark: str, arguments: list[str] | None) -> str:
     """The command line that repeats a measurement, without the folders of this machine; None: that of this process."""
     words = sys.argv[1:] if arguments is None else arguments
-    return " ".join([f"python3 benchmarks/{benchmark}.py", *(str(shortened(word)) for word in words)])
+    words = ["=".join(str(shortened(part)) for part in word.split("=")) for word in words]
+    return shlex.join(["python", f"benchmarks/{benchmark}.py", *words])
 
 
 def provenance(device: torch.device) -> dict[str, object]:
@@ -100,7 +102,6 @@ def commit() -> str:
 
 
 def results_file(benchmark: str) -> Path:
-    """The file of rows of a benchmark."""
     return FOLDER / "results" / f"{benchmark}.jsonl"
 
 
@@ -121,8 +122,8 @@ def read_rows(file: Path) -> list[dict]:
         raise InputError(f"{file}: a row is not JSON ({error}); fix or delete it") from error
 
 
-def columns(formats: dict[str, str]) -> tuple[list[str], Callable[[dict], list[str]]]:
-    """Header of a table, and row -> its cells.
+def table(formats: dict[str, str], rows: Iterable[dict]) -> str:
+    """The rows as a table.
 
     formats: column -> format string of the fields of a row; the cell is empty where the row lacks them.
     """
@@ -133,7 +134,7 @@ def columns(formats: dict[str, str]) -> tuple[list[str], Callable[[dict], list[s
         except (KeyError, TypeError):  # TypeError: the figure is None
             return ""
 
-    return list(formats), lambda row: [cell(text, row) for text in formats.values()]
+    return text_table(list(formats), [[cell(text, row) for text in formats.values()] for row in rows])
 
 
 class Results:
@@ -158,11 +159,11 @@ class Results:
             append_rows(self.file, rows)
         return rows
 
-    def show(self, header: list[str], cells: Callable[[dict], list[str]], summary: str = "") -> None:
-        """Prints all rows as a table."""
+    def show(self, formats: dict[str, str], summary: str = "") -> None:
+        """Prints all rows as a `table`."""
         where = self.where
         print(f"\n{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}\n")
-        print(f"{text_table(header, list(map(cells, self.rows)))}\n\n{summary}")
+        print(f"{table(formats, self.rows)}\n\n{summary}")
         if self.save:
             print(f"appended to {self.file}")
 

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import shlex
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from lib import common
 from proxsparse.io.atomic import write_file
 from proxsparse.run import job
 from proxsparse.run.args import LAST, NOT_REPEATED, SECTIONS, RunArgs
-from proxsparse.run.sections import shortened
 from proxsparse.runtime.device import choose_device
 
 PROVENANCE = "provenance.json"  # device, versions and commit of a run, written last
@@ -78,8 +76,3 @@ def label(source: str) -> str:
     """The last part of a local path, so that rows name no folder of the machine; any other name as it is."""
     path = Path(source).expanduser()
     return path.resolve().name if path.exists() else source
-
-
-def quoted(arguments: list[str]) -> str:
-    """The command line in the shell's form; absolute paths without their folders."""
-    return shlex.join("=".join(str(shortened(part)) for part in word.split("=")) for word in arguments)

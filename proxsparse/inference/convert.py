@@ -102,10 +102,14 @@ def pack_tensors(
     layers: name -> pattern. They and `buffers`, which are not weights and may contain infinity, are named as the files
         name them.
     rounded: codes, scales and indices of layers that are rounded already; for the others see `quantize_nm`.
+    Raises ValueError for a weight with NaN or infinity.
     """
     for name in headers:
         layer, _, part = name.rpartition(".")
-        tensor = read_tensor(headers, name) if name in buffers else finite(headers, name)
+        tensor = read_tensor(headers, name)
+        may_be_infinite = name in buffers or tensor.dtype not in FLOAT_DTYPES  # float8_e4m3fn has no isfinite
+        if not may_be_infinite and not tensor.isfinite().all():
+            raise ValueError(f"{headers[name].file}: {name} contains NaN or infinity; download the model again")
         if part != "weight" or layer not in layers:
             yield name, tensor
             continue
@@ -119,14 +123,6 @@ def pack_tensors(
         yield f"{layer}.values", values
         yield f"{layer}.indices", indices
         yield name, empty_weight(tensor)
-
-
-def finite(headers: dict[str, Header], name: str) -> Tensor:
-    """Reads a tensor. Raises ValueError if it contains NaN or infinity."""
-    tensor = read_tensor(headers, name)
-    if tensor.dtype in FLOAT_DTYPES and not tensor.isfinite().all():  # float8_e4m3fn has no isfinite
-        raise ValueError(f"{headers[name].file}: {name} contains NaN or infinity; download the model again")
-    return tensor
 
 
 def unpack_tensors(headers: dict[str, Header], layers: dict[str, tuple[NMPattern, int]]) -> Stream:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.registry import AUTO, get_kernel
-from proxsparse.ops.sparse_linear import as_rows, check_sparse_linear, direct, given
+from proxsparse.ops.sparse_linear import as_rows, check_sparse_linear, direct
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference.pack import check_packed
 from proxsparse.reference.quantize import CODES, shape_of_scales, width_of_values
@@ -142,7 +142,7 @@ class SparseLinear(nn.Module):
         if torch.compiler.is_compiling() or is_capturing(values):
             return None
         check_sparse_linear(x, values, self.indices, None, self.scales, self.pattern.m)
-        if kernel.supports(expand(as_rows(x), self.pattern.m), values, *given(self.scales)):
+        if kernel.supports(expand(as_rows(x), self.pattern.m), values, self.scales):
             return None
         self.prepared = self.backend, values.dtype, kernel.prepare(values.detach(), self.indices)
         return self.prepared[2]
@@ -166,7 +166,7 @@ class SparseLinear(nn.Module):
                 f"backend={backend!r}"
             )
         x = values.new_empty(1, 1).expand(MANY_ROWS, expanded_features(self.in_features, self.pattern.m))
-        if reason := kernel.supports(x, values, *given(self.scales)):
+        if reason := kernel.supports(x, values, self.scales):
             raise RuntimeError(f"prepare_: backend {backend!r} does not support this layer: {reason}")
         if is_capturing(values):
             raise RuntimeError("prepare_: a CUDA graph is being captured; call prepare_ before the capture")
@@ -238,5 +238,4 @@ def is_capturing(tensor: Tensor) -> bool:
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter without gradient."""
     return nn.Parameter(tensor, requires_grad=False)

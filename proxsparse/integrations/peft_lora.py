@@ -71,7 +71,6 @@ def extend_peft() -> None:
 
 
 def is_registered(config) -> bool:
-    """Whether a config of peft went through `register_lora`."""
     return SparseLinear in (getattr(config, "_custom_modules", None) or {})
 
 

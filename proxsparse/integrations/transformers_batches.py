@@ -62,7 +62,6 @@ class Batches(CBGenerateManager):
         return super().generate_streaming(model, processor, inputs, gen_config, request, **more)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        """As in transformers, with the settings of this request."""
         request = self.request(model, processor, inputs, gen_config)
         return await super().generate_non_streaming(model, processor, inputs, gen_config, request)
 

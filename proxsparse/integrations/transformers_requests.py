@@ -17,18 +17,18 @@ def is_number(value, low: float, high: float, kind=int | float) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
 
 
+# What follows returns the test of a field, and its words.
+
+
 def number(low: float, high: float) -> tuple[Callable, str]:
-    """The test of a number, and its words."""
     return lambda value: is_number(value, low, high), f"a number from {low:g} to {high:g}"
 
 
 def integer(low: int, high: int) -> tuple[Callable, str]:
-    """The test of an integer, and its words."""
     return lambda value: is_number(value, low, high, int), f"an integer from {low} to {high}"
 
 
 def instance(kind: type, words: str) -> tuple[Callable, str]:
-    """The test of a type, and its words."""
     return lambda value: isinstance(value, kind), words
 
 

@@ -13,6 +13,7 @@ CPU it uses DDP.
 """
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from proxsparse.runtime.sharding import gather_masks, local
 from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
 from proxsparse.training.mask_monitor import feasible_share
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added to names by torch.compile and checkpointing
+WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # added to names by torch.compile and checkpointing
 
 
 class ProxTrainerMixin:
@@ -93,7 +94,7 @@ class ProxTrainerMixin:
     def learned(self) -> dict[str, LearnableLayer]:
         """Layer name -> LearnableLayer, for every parameter that the optimizer prunes."""
         reshard_(self.model)
-        name_of = {parameter: plain_name(name) for name, parameter in self.model.named_parameters()}
+        name_of = {parameter: WRAPPERS.sub("", name) for name, parameter in self.model.named_parameters()}
         weights = [weight for group in self.optimizer.param_groups for weight in pruned_parameters(group)]
         return {
             name_of[weight].removesuffix(".weight"): LearnableLayer(None, weight, local(weight), None, self.pattern)
@@ -147,10 +148,3 @@ def reshard_(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def plain_name(layer_name: str) -> str:
-    """The name of the layer without the prefixes of wrappers."""
-    for wrapper in WRAPPERS:
-        layer_name = layer_name.replace(wrapper, "")
-    return layer_name

@@ -1,6 +1,6 @@
 """The op `proxsparse::adamw_prox_`: an AdamW step, then the prox, in one pass and in place."""
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, scale, *settings) ->
             write_back(tensor, dense[id(tensor)])
 
 
-@torch.library.register_fake("proxsparse::adamw_prox_")
-def _adamw_prox_fake(*arguments):
-    return None
+torch.library.register_fake("proxsparse::adamw_prox_", lambda *arguments: None)
+# Of the op, by the names in its schema.
+Arguments = namedtuple(
+    "Arguments", [argument.name for argument in torch.ops.proxsparse.adamw_prox_.default._schema.arguments]
+)
 
 
 @register_kernel("adamw_prox_", "reference", supports=lambda *arguments: None)
@@ -147,50 +149,23 @@ def adamw_prox_(
             range.
         RuntimeError: the Triton backend in the capture of a CUDA graph: replays would repeat this step.
     """
-    numbers = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "pattern": pattern}
-    numbers |= {"reg_lambda": reg_lambda, "seed": seed}
     tensors = (weight, grad, exp_avg, exp_avg_sq, master, scale)
-    torch.ops.proxsparse.adamw_prox_(*checked(*tensors, **numbers))
+    numbers = (step, lr, betas, eps, weight_decay, reg_lambda, pattern, seed)
+    torch.ops.proxsparse.adamw_prox_(*checked(*tensors, *numbers))
     return weight
 
 
-class Arguments(NamedTuple):
-    """Those of the op."""
-
-    weight: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    master: Tensor | None
-    scale: Tensor | None
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    reg_lambda: float
-    n: int
-    m: int
-    seed: int | None
-
-
-def checked(weight, grad, exp_avg, exp_avg_sq, master=None, scale=None, **numbers) -> Arguments:
-    """The arguments of the op for those of `adamw_prox_`, all numbers given. Raises its errors."""
-    check_tensors(weight, grad, exp_avg, exp_avg_sq, master, scale)
-    of_adamw = [numbers[name] for name in ("step", "lr", "betas", "eps", "weight_decay")]
-    check_numbers(*of_adamw)
-    step, lr, betas, eps, weight_decay = of_adamw
-    reg_lambda = numbers["reg_lambda"]
+def checked(
+    weight, grad, exp_avg, exp_avg_sq, master, scale, step, lr, betas, eps, weight_decay, reg_lambda, pattern, seed
+) -> Arguments:
+    """The arguments of the op for those of `adamw_prox_`. Raises its errors."""
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, scale)
+    check_tensors(*tensors)
+    check_numbers(step, lr, betas, eps, weight_decay)
     check_reg_lambda(reg_lambda)
-    pattern = NMPattern.parse(numbers["pattern"])
+    pattern = NMPattern.parse(pattern)
     if reg_lambda > 0:
         pattern.check_blocks(weight.shape)
-    tensors = (weight, grad, exp_avg, exp_avg_sq, master, scale)
-    seed = None if numbers["seed"] is None else signed(numbers["seed"])
+    if seed is not None:
+        seed = (seed + 2**63) % 2**64 - 2**63  # modulo 2^64 as two's complement: the dispatcher's integers are signed
     return Arguments(*tensors, step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, seed)
-
-
-def signed(seed: int) -> int:
-    """The seed modulo 2^64 as two's complement: the dispatcher's integers are signed."""
-    return (seed + 2**63) % 2**64 - 2**63

@@ -36,7 +36,7 @@ def adamw_prox_list_(steps: Sequence[dict], masked: Sequence[Masked | None]) -> 
     calls: list[tuple[Kernel | None, Arguments, Masked | None]] = []
     found: dict[tuple, Kernel | None] = {}  # whether a kernel supports a call depends on device and pattern
     for step, target in zip(steps, masked, strict=True):
-        arguments = checked(**step)
+        arguments = checked(**{"master": None, "scale": None, **step})
         if target:
             check_masked(target.out, arguments.weight, target.pretrained, target.scale, step["pattern"])
         key = arguments.weight.device, arguments.reg_lambda > 0, arguments.n, arguments.m, target is None

@@ -38,17 +38,17 @@ MAX_CHOICES = 10_000  # limit of the cache: a server may see many different numb
 _choices: dict[tuple, Kernel] = {}
 
 
-def choose(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
+def choose(x: Tensor, values: Tensor, scales: Tensor | None = None) -> Kernel:
     """The kernel for x [..., in_features] and the values, or their codes and scales, of a packed weight.
 
     The choice depends only on devices, dtypes and shapes, and is cached: a repeated call takes less than a microsecond.
     """
-    key = (x.device, x.dtype, values.dtype, bool(scales) and scales[0].dtype, x.shape, values.shape)
+    key = (x.device, x.dtype, values.dtype, None if scales is None else scales.dtype, x.shape, values.shape)
     kernel = _choices.get(key)
     if kernel is None:
         if len(_choices) >= MAX_CHOICES:
             _choices.clear()
-        kernel = _choices[key] = supported_kernel(x.flatten(0, -2) if x.ndim > 1 else x[None], values, *scales)
+        kernel = _choices[key] = supported_kernel(x.flatten(0, -2) if x.ndim > 1 else x[None], values, scales)
     return kernel
 
 
@@ -58,18 +58,18 @@ def clear_cache() -> None:
     _choices.clear()
 
 
-def supported_kernel(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
+def supported_kernel(x: Tensor, values: Tensor, scales: Tensor | None) -> Kernel:
     """The first kernel in the order that is registered and supports the call."""
     dtypes = x.dtype if values.dtype == x.dtype else f"{x.dtype} {values.dtype}"
     for backend in order(x.device, dtypes, x.shape[0], (values.shape[0], columns(values))):
         kernel = find_kernel("sparse_linear", backend)
         if kernel is None:
             continue
-        if kernel.supports(x, values, *scales) is None:
+        if kernel.supports(x, values, scales) is None:
             return kernel
         easy_x = x.new_empty(1, 1).expand(EASY_ROWS, EASY_SIZE)
         easy_values = values.new_empty(1, 1).expand(EASY_SIZE, EASY_SIZE // 2)
-        if reason := kernel.supports(easy_x, easy_values, *scales):  # not only this size
+        if reason := kernel.supports(easy_x, easy_values, scales):  # not only this size
             warn_fallback("sparse_linear", backend, reason)
     return get_kernel("sparse_linear", REFERENCE)
 

@@ -17,9 +17,7 @@ def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
     return select("pack_nm", dense).run(dense)
 
 
-@torch.library.register_fake("proxsparse::pack_nm")
-def _pack_nm_fake(weight):
-    return pack.empty(weight)
+torch.library.register_fake("proxsparse::pack_nm", pack.empty)
 
 
 @torch.library.impl("proxsparse::unpack_nm", "CompositeExplicitAutograd")

@@ -1,6 +1,7 @@
 """The op `proxsparse::prox_nm_list_`: the prox of many weights, with as few kernel launches as possible."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,9 +28,7 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
             write_back(weight, result)
 
 
-@torch.library.register_fake("proxsparse::prox_nm_list_")
-def _prox_nm_list_fake(weights, reg_lambdas, n, m):
-    return None
+torch.library.register_fake("proxsparse::prox_nm_list_", lambda *arguments: None)
 
 
 def _one_by_one(weights: Sequence[Tensor], reg_lambdas: Sequence[float], n: int, m: int) -> None:
@@ -37,18 +36,13 @@ def _one_by_one(weights: Sequence[Tensor], reg_lambdas: Sequence[float], n: int,
         select("prox_nm_", weight, reg_lambda, n, m).run(weight, reg_lambda, n, m)
 
 
-def _register_one_by_one(backend: str) -> None:
-    """Registers a kernel that calls prox_nm_ of `backend` for each weight."""
-
-    def supports(weight: Tensor, *pattern: int) -> str | None:
-        return get_kernel("prox_nm_", backend).supports(weight, 1.0, *pattern)
-
-    register_kernel("prox_nm_list_", backend, supports=supports)(_one_by_one)
+def _supports(backend: str, weight: Tensor, *pattern: int) -> str | None:
+    return get_kernel("prox_nm_", backend).supports(weight, 1.0, *pattern)
 
 
 for _backend in list_backends("prox_nm_"):
     if _backend not in list_backends("prox_nm_list_"):  # Triton's kernel takes the whole list in one launch
-        _register_one_by_one(_backend)
+        register_kernel("prox_nm_list_", _backend, supports=partial(_supports, _backend))(_one_by_one)
 
 
 @torch.no_grad()

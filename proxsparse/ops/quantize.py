@@ -34,14 +34,8 @@ def _dequantize_nm_fake(codes, scales):
     return scales.new_empty((*codes.shape[:-1], quantize.columns(codes) // 2))
 
 
-@register_kernel("quantize_nm", "reference", supports=lambda *args: None)
-def _reference_quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    return quantize.quantize(values, bits)
-
-
-@register_kernel("dequantize_nm", "reference", supports=lambda *args: None)
-def _reference_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    return quantize.dequantize(codes, scales)
+register_kernel("quantize_nm", "reference", supports=lambda *args: None)(quantize.quantize)
+register_kernel("dequantize_nm", "reference", supports=lambda *args: None)(quantize.dequantize)
 
 
 @torch.no_grad()

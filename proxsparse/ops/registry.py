@@ -6,11 +6,13 @@ back; ops without a kernel of the chosen backend use the automatic choice.
 """
 
 import contextlib
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import ModuleType
 
 AUTO = "auto"
 # The backends that the automatic choice tries on a device, fastest first; on other devices only the reference. The
@@ -57,6 +59,17 @@ def register_kernel(op: str, backend: str, supports: Callable[..., str | None], 
     return add
 
 
+def import_extension(name: str, newest: str, remedy: str) -> tuple[ModuleType | None, str | None]:
+    """(a compiled extension, None), or (None, why it cannot be used); `newest`: the function that was added last."""
+    try:
+        extension = importlib.import_module(name)
+    except ImportError as error:
+        return None, f"the compiled extension is missing ({error}); remedy: {remedy}"
+    if not hasattr(extension, newest):
+        return None, f"{name} belongs to another version of proxsparse; remedy: reinstall proxsparse"
+    return extension, None
+
+
 def list_backends(op: str | None = None) -> list[str]:
     """The backends that have a kernel for `op`, or for any op; in alphabetical order, the reference last."""
     names = _kernels[op] if op else set().union(*_kernels.values())
@@ -64,7 +77,6 @@ def list_backends(op: str | None = None) -> list[str]:
 
 
 def find_kernel(op: str, backend: str) -> Kernel | None:
-    """The kernel of `backend` for `op`, or None."""
     return _kernels[op].get(backend)
 
 
@@ -155,7 +167,6 @@ def warn_fallback(op: str, backend: str, reason: str) -> None:
 
 
 def warn_once(message: str, *key: str) -> None:
-    """Warns once for each key."""
     if key not in _warned:
         _warned.add(key)
         warnings.warn(message, stacklevel=4)

@@ -4,14 +4,14 @@ All kernels read the packed format (`reference.pack`), so that a layer can use d
 of rows, and checkpoints need no conversion. A kernel with `prepare` computes something from the packed weight in every
 call, unless the layer holds it. The interface of a kernel, with rows = the product of the leading dimensions of x:
 
-    supports(x, values)                           None or the reason why not, for x [rows, in_features]; depends only
-                                                  on dtypes, devices and shapes: the tensors may be meta tensors
-    run(x, values, indices, bias, prepared) -> y  [rows, out_features] in the dtype of x, summed at least in fp32; x is
-                                                  contiguous; values, bias and x have the same dtype
-    prepare(values, indices) -> prepared          one tensor, optional for `run`
+    supports(x, values, scales)   None or the reason why not, for x [rows, in_features]; depends only on dtypes, devices
+                                  and shapes: the tensors may be meta tensors. Of the scales only the dtype counts
+    run(x, values, indices, bias, prepared, scales) -> y
+                                  [rows, out_features] in the dtype of x, summed at least in fp32; x is contiguous;
+                                  values, bias and x have the same dtype
+    prepare(values, indices)      -> prepared, one tensor, optional for `run`
 
-Values can be codes of 8 or 4 bits with scales (`reference.quantize`). The scales, in the dtype of x, are then another
-argument of `run` and of `supports`, for which only their dtype counts.
+The scales are None, or in the dtype of x: then the values are codes of 8 or 4 bits (`reference.quantize`).
 """
 
 import math
@@ -43,7 +43,7 @@ def _sparse_linear(x, values, indices, bias, prepared, backend, scales=None, m=4
     if kernel.windows:
         y = kernel.run(rows, values, indices, bias, prepared, scales, m)
     else:
-        y = kernel.run(windows.expand(rows, m), values, indices, bias, prepared, *given(scales))
+        y = kernel.run(windows.expand(rows, m), values, indices, bias, prepared, scales)
     # not `view`: autograd forbids in-place operations (`y += 1`, ReLU(inplace=True)) on a view that a custom op returns
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], values.shape[0]])
 
@@ -116,7 +116,7 @@ def direct(
     if type(x) is not Tensor or not x.is_cpu or x.dtype != (values if scales is None else scales).dtype:
         return None
     if backend == AUTO and (backend := chosen_backend()) is None:
-        kernel = choice.choose(x, values, *given(scales))
+        kernel = choice.choose(x, values, scales)
     else:
         kernel = find_kernel("sparse_linear", backend)
     return kernel.direct(x, values, indices, scales, bias, m) if kernel and kernel.direct else None
@@ -132,13 +132,8 @@ def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO, scales: Tensor
         ValueError: the backend is unknown.
         RuntimeError: an explicitly chosen backend does not support these tensors.
     """
-    tensors = (x, values, *given(scales))
+    tensors = (x, values, scales)
     return explicit_kernel("sparse_linear", *tensors, backend=backend) or choice.choose(*tensors)
-
-
-def given(scales: Tensor | None) -> tuple[Tensor, ...]:
-    """The scales as the last argument of a kernel, or no argument: not every kernel has one."""
-    return () if scales is None else (scales,)
 
 
 def as_rows(x: Tensor) -> Tensor:

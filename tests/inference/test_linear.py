@@ -204,11 +204,11 @@ def deriving(monkeypatch):
     """A backend that prepares the dense weight. Returns the dtype of the values in each call; None if not prepared."""
     handed = []
 
-    def linear(x, values, indices, bias, weight):
+    def linear(x, values, indices, bias, weight, scales):
         handed.append(None if weight is None else values.dtype)
         return nn.functional.linear(x, unpack_nm(values, indices) if weight is None else weight, bias)
 
-    supports = lambda x, values: "it has had enough rows" if len(x) > 99 else None  # noqa: E731
+    supports = lambda x, values, scales: "it has had enough rows" if len(x) > 99 else None  # noqa: E731
     kernel = Kernel("deriving", linear, supports, unpack_nm)
     monkeypatch.setitem(registry._kernels["sparse_linear"], "deriving", kernel)
     monkeypatch.setattr(choice, "order", lambda *arguments: ["deriving", "reference"])

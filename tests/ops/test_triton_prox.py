@@ -96,13 +96,6 @@ def test_a_table_is_kept_until_something_changes(triton_on_cpu):
     assert (prox.table_of.cache_info().misses, prox.table_of.cache_info().hits) == (2, 1)
 
 
-def test_an_empty_weight_launches_nothing_and_what_the_kernel_cannot_serve_is_refused(triton_on_cpu):
+def test_an_empty_weight_launches_nothing(triton_on_cpu):
     prox.prox_24_(torch.zeros(0, 8), 0.7)
-    for weight in (torch.ones(2, 6), torch.ones(4, 8).t(), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match="weight of shape"):
-            prox.prox_24_(weight, 0.7)
-    with pytest.raises(ValueError, match=r"m=5: these kernels support m in \(4, 6, 8, 10\)"):
-        prox.check_weight(torch.ones(2, 10), 5)
-    with pytest.raises(ValueError, match=r"float64.*list of torch.float32"):
-        prox.prox_list_24_([torch.ones(2, 8), torch.ones(2, 8).double()], [0.1, 0.1])
     assert triton_on_cpu.launches == []

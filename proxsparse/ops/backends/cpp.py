@@ -1,24 +1,15 @@
 """The C++ kernels for the CPU: the only file that imports proxsparse._C."""
 
-import importlib
-
 import torch
 from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
-from proxsparse.ops.registry import register_kernel
+from proxsparse.ops.registry import import_extension, register_kernel
 from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.reference import pack
 from proxsparse.reference.quantize import CODES, columns, shape_of_scales
 
-NEWEST = "pack_24"  # the function that was added last
-try:
-    _C, _missing = importlib.import_module("proxsparse._C"), None
-    if not hasattr(_C, NEWEST):
-        _missing = "the extension belongs to another version of proxsparse; remedy: reinstall proxsparse"
-except ImportError as error:
-    _C = None
-    _missing = f"the extension is missing ({error}); remedy: apt install g++ python3-dev, then reinstall proxsparse"
+_C, _missing = import_extension("proxsparse._C", "pack_24", "apt install g++ python3-dev, then reinstall proxsparse")
 
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:

@@ -1,34 +1,16 @@
 """The CUDA kernels: the only file that imports proxsparse._C_cuda."""
 
-import importlib
-import re
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
-from proxsparse.ops.registry import register_kernel
+from proxsparse.ops.registry import import_extension, register_kernel
 from proxsparse.reference import pack, windows
 from proxsparse.reference.quantize import columns
 
-GEMV_ARGUMENTS = 8  # of _C.gemv
-
-
-def loaded(name: str) -> tuple[ModuleType | None, str | None]:
-    """(the compiled extension, None), or (None, the reason why it cannot be used)."""
-    try:
-        extension = importlib.import_module(name)
-    except ImportError as error:
-        remedy = "with a CUDA build of torch and nvcc, reinstall proxsparse"
-        return None, f"the compiled CUDA extension is missing ({error}); remedy: {remedy}"
-    signature = getattr(getattr(extension, "gemv", None), "__doc__", None) or ""  # pybind11 names each argument there
-    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "masked_weight_24_"):
-        return None, "the CUDA extension belongs to another version of proxsparse; remedy: reinstall proxsparse"
-    return extension, None
-
-
-_C, _missing = loaded("proxsparse._C_cuda")
+_C, _missing = import_extension(
+    "proxsparse._C_cuda", "masked_weight_24_", "with a CUDA build of torch and nvcc, reinstall proxsparse"
+)
 
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:

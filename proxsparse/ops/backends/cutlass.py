@@ -9,23 +9,18 @@ orders; csrc/cuda/metadata.cu implements them.
 A tile is the part of y that a thread block computes. TILES has the tile for each number of rows.
 """
 
-import importlib
-
 import torch
 from torch import Tensor
 
 from proxsparse.ops.backends import cuda
-from proxsparse.ops.registry import register_kernel
+from proxsparse.ops.registry import import_extension, register_kernel
 from proxsparse.ops.sparse_linear import pad_rows
 
-try:
-    _C, _missing = importlib.import_module("proxsparse._C_cutlass"), None
-except ImportError as error:
-    _C = None
-    _missing = (
-        f"the compiled extension is missing ({error}); remedy: pip install nvidia-cutlass --no-deps, then with a CUDA "
-        "build of torch and nvcc, reinstall proxsparse"
-    )
+_C, _missing = import_extension(
+    "proxsparse._C_cutlass",
+    "gemm",
+    "pip install nvidia-cutlass --no-deps, then with a CUDA build of torch and nvcc, reinstall proxsparse",
+)
 
 # architecture -> [(most rows, tile)], with as few idle rows as possible; others not measured
 TILES = {
@@ -35,7 +30,6 @@ TILES = {
 
 
 def metadata_bytes(out_features: int, in_features: int, architecture: int) -> int:
-    """The size of the metadata in bytes."""
     if architecture == 80:
         return out_features * in_features // 8
     return -(-out_features // 64) * 64 * -(-in_features // 128) * 16
@@ -100,7 +94,7 @@ def _prepare(values: Tensor, indices: Tensor) -> Tensor:
 
 
 @register_kernel("sparse_linear", "cutlass", supports=_supports, prepare=_prepare)
-def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None) -> Tensor:
+def _sparse_linear(x, values, indices, bias, prepared, scales=None) -> Tensor:
     rows, architecture = len(x), architecture_of(x.device)
     metadata = _prepare(values, indices) if prepared is None else prepared
     tile = tile_for(x.device, rows)
