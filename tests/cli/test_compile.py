@@ -5,14 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from commands import refused
+from commands import pruned, refused
 from forks import Forks
 from safetensors.torch import load_file
 from tiny_models import save_texts, save_tiny_model
 from torch._dynamo.utils import counters
 
 import proxsparse
-from proxsparse import finetune, prune, train
+from proxsparse import finetune, train
 from proxsparse.models.loading import load_model
 
 pytestmark = pytest.mark.slow
@@ -47,9 +47,7 @@ def test_compiled_losses_match_eager(flags, most, inputs, graphs, tmp_path):
     command, *flags = [*flags.split(), *QUICK.split(), *inputs[1]]
     model, main = inputs[0], train.main
     if command == "finetune":
-        pruned = tmp_path / "pruned"
-        assert prune.main(["--method", "magnitude", *model, "--eval_data", "none", "--output_dir", str(pruned)]) == 0
-        model, main = [str(pruned)], finetune.main
+        model, main = [str(pruned(model[1], tmp_path / "pruned"))], finetune.main
     losses, weights = [], []
     for name in ("eager", "compiled"):
         folder = tmp_path / name
