@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import numpy
 import pytest
 import torch
+from forks import Forks
 
 from proxsparse.ops import registry
 from proxsparse.run import report
@@ -44,6 +45,13 @@ def no_plots():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "draw_plots", lambda rows, similarity: {})
         yield
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """A process whose forks run commands."""
+    with Forks() as server:
+        yield server
 
 
 @pytest.fixture

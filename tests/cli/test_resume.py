@@ -9,7 +9,6 @@ import signal
 import pytest
 import torch
 from commands import pruned, refused
-from forks import Forks
 from safetensors.torch import load_file
 from tiny_models import save_texts, save_tiny_model
 
@@ -86,12 +85,6 @@ def outcome(output_dir):
     rows = [json.loads(line) | {"seconds": None} for line in lines]
     names = "status", "masks_sha256", "perplexity", "steps", "tokens", "mask_similarity", "feasible_share", "held_out"
     return bits, rows, {name: result.get(name) for name in names}
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as server:  # a fork of pytest itself would inherit autograd's thread pools without their threads
-        yield server
 
 
 @pytest.fixture
@@ -191,8 +184,8 @@ def test_a_signal_before_anything_is_saved_leaves_nothing(run, arguments_of, com
 
 def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturbed, command_in_child, tmp_path):
     main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "100")
-    moment = ("proxsparse.run.folder.save_model", 1)
-    assert command_in_child(main, arguments, term_in=moment)[0] == 128 + signal.SIGTERM
+    moment = ("proxsparse.run.folder.save_model", 1, "term")
+    assert command_in_child(main, arguments, before=moment)[0] == 128 + signal.SIGTERM
     bits, rows, figures = outcome(tmp_path / "run")
     assert (bits, rows) == undisturbed("train")[:2]
     assert (figures["status"], figures["perplexity"]) == ("complete", None)
