@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, and memory in which a forgotten write shows; and the choice of a backend."""
+"""What every test gets: fixed seeds, memory in which a forgotten write shows, no plots; and the choice of a backend."""
 
 import gc
 import os
@@ -8,12 +8,15 @@ from contextlib import ExitStack
 import numpy
 import pytest
 import torch
+from forks import Forks
 
 from proxsparse.ops import registry
+from proxsparse.run import report
 
 os.register_at_fork(after_in_child=gc.freeze)  # a fork that frees process groups of earlier tests crashes
 os.environ["HF_HUB_OFFLINE"] = "1"  # else the client of the hub retries for half a minute
 torch.set_num_threads(1)  # tests fork: a child has none of its parent's OpenMP threads, and waits for them forever
+DRAW_PLOTS = report.draw_plots
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +37,28 @@ def unwritten_memory_shows():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_plots():
+    """A run draws nothing, which would take more than half of the time of a tiny one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw_plots", lambda rows, similarity: {})
+        yield
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """A process whose forks run commands."""
+    with Forks() as server:
+        yield server
+
+
+@pytest.fixture
+def plots(monkeypatch):
+    """Runs and reports draw their plots."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(report, "draw_plots", DRAW_PLOTS)
 
 
 def pytest_addoption(parser):

@@ -2,9 +2,8 @@
 
     with Forks() as forks:
         codes = forks.run(["--model", ...], processes=2)          # as torchrun starts them
-        codes = forks.run(["--model", ...], die_in=("proxsparse.io.checkpoints.finish", 2))  # kill -9 in the 2nd call
-        codes = forks.run(["--model", ...], term_in=("proxsparse.io.checkpoints.finish", 2))  # SIGTERM
-        codes = forks.run(["--model", ...], fill=("proxsparse.io.checkpoints.clear", 2, "/disk"))  # disk full
+        codes = forks.run([...], before=("proxsparse.io.checkpoints.finish", 2, "kill"))  # kill -9 in the 2nd call
+        codes = forks.run([...], before=("proxsparse.io.checkpoints.clear", 2, "fill", "/disk"))  # another of EVENTS
         codes = forks.run([...], main="trainer_processes.main")   # another function of a list of texts
 
 A fork of pytest itself would inherit thread pools without their threads.
@@ -49,13 +48,14 @@ class Forks:
 
 def serve() -> None:
     """One job a line on stdin, its exit codes as a line on stdout."""
-    import matplotlib.figure  # noqa: F401 what a run imports late, imported once
     import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401 what a run imports late, imported once
 
     import proxsparse.train  # noqa: F401
+    from proxsparse.run import report
 
     torch.set_num_threads(1)
+    report.draw_plots = lambda rows, similarity: dict.fromkeys(report.PLOTS, b"a picture")  # half of the time of a run
     for line in sys.stdin:
         print(json.dumps(run_job(**json.loads(line))), flush=True)
 
@@ -76,18 +76,7 @@ def run_job(processes: int, nodes: int, **job) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def child(
-    arguments: list[str],
-    main: str,
-    output: str,
-    die_in=None,
-    term_in=None,
-    fill=None,
-    unmount=None,
-    folders=None,
-    at_rename=None,
-    in_thread=False,
-) -> None:
+def child(arguments, main, output, before=None, at_rename=None, in_thread=False, folders=None) -> None:
     """The run itself; never returns."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -99,18 +88,12 @@ def child(
         from proxsparse.errors import run_command
 
         signal.signal(signal.SIGINT, quit_at_once)  # as when a command has been imported
-        if die_in:
-            before_call(*die_in, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        if term_in:
-            before_call(*term_in, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        if before:
+            before_call(*before)
         if at_rename:
             before_rename(*at_rename)
         if in_thread:
             save_in_thread()
-        if fill:
-            before_call(*fill[:2], lambda: fill_disk(Path(fill[2])))
-        if unmount:
-            before_call(*unmount[:2], lambda: subprocess.run(["umount", "-l", unmount[2]], check=True))
         if folders:  # a relative --output_dir is another one in each process
             os.chdir(folders[int(os.environ["RANK"])])
         module, _, name = main.rpartition(".")
@@ -133,14 +116,29 @@ def save_in_thread() -> None:
     Checkpoints.save = lambda *given, **named: save(*given, **named | dict.fromkeys({"in_thread"} & {*named}, True))
 
 
-def before_call(name: str, number: int, act) -> None:
-    """Before the call of that number, from 1, of the function of that full name, `act()` is called."""
+def fill_disk(folder: str) -> None:
+    """A file `filler` takes all that is free."""
+    with contextlib.suppress(OSError), Path(folder, "filler").open("wb", buffering=0) as file:
+        while file.write(b"0" * 4096):
+            pass
+
+
+EVENTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "fill": fill_disk,
+    "unmount": lambda folder: subprocess.run(["umount", "-l", folder], check=True),
+}
+
+
+def before_call(name: str, number: int, event: str, *folder: str) -> None:
+    """The event comes before the call of that number, from 1, of the function of that full name."""
     module, attribute = importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]
     function, calls = getattr(module, attribute), itertools.count(1)
 
     def call(*arguments, **keywords):
         if next(calls) == number:
-            act()
+            EVENTS[event](*folder)
         return function(*arguments, **keywords)
 
     setattr(module, attribute, call)
@@ -161,13 +159,6 @@ def before_rename(number: int, act: int | str) -> None:
         rename(*paths, **more)
 
     os.rename, os.replace = partial(sabotaged, os.rename), partial(sabotaged, os.replace)
-
-
-def fill_disk(folder: Path) -> None:
-    """A file `filler` takes all that is free."""
-    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
-        while file.write(b"0" * 4096):
-            pass
 
 
 if __name__ == "__main__":

@@ -335,13 +335,6 @@ def test_layers_that_are_stored_in_another_form(name, tmp_path):
     torch.testing.assert_close(pruned(tokens).logits, expected)
 
 
-def test_a_layer_whose_weight_the_model_multiplies_by_is_not_packed():
-    model = family_model("falcon_mamba")
-    prune_(model, "magnitude")
-    with pytest.raises(ValueError, match=r"dt_proj: the module around it reads its weight.*exclude 'dt_proj'"):
-        sparsify_(model)
-
-
 @pytest.mark.parametrize("method", ["proxsparse", "admm", "maskllm", "swap"])
 def test_the_default_dtype_does_not_matter(method):
     torch.set_default_dtype(torch.bfloat16)

@@ -21,7 +21,7 @@ from proxsparse.training import loop
 from proxsparse.training.learnable_layer import LearnableLayer, dense, make_learnable_layers
 from proxsparse.training.log import run_log
 from proxsparse.training.loss import training_loss
-from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
+from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import prox_adamw, weights_of
 from proxsparse.training.options import LearningOptions
 from proxsparse.training.state import TrainState
@@ -152,24 +152,6 @@ def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(model, chec
     for name, layer in layers.items():
         torch.testing.assert_close(found[name], layer.weight.grad)
         assert (found[name][~learned[name].mask()] != 0).any(), "pruned weights have a gradient too"
-
-
-def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask(model):
-    layers = prunable_layers(model)
-    pretrained = torch.cat([layer.weight.detach().flatten() for layer in layers.values()])
-    found = under_masks(layers)
-    with torch.no_grad():
-        for one in found.values():
-            one.weight.add_(0.05 * torch.randn_like(one.weight))
-    monitor, kept = MaskMonitor(found.values(), steps=1), torch.cat([one.mask().flatten() for one in found.values()])
-    learned = torch.cat([one.weight.detach().flatten() for one in found.values()])
-    assert torch.equal(monitor.mask.flatten(), kept)
-    gap = (learned - pretrained)[kept].norm() / pretrained[kept].norm()
-    assert monitor.observe(1) == {"feasible_share": 0.0, "mask_change": 0.0, "norm_gap": pytest.approx(gap.item())}
-    assert feasible_share(found.values()) == 0.0
-    for one in found.values():
-        one.weight.data = one.layer.weight.data
-    assert feasible_share(found.values()) == 1.0
 
 
 def new_state(**settings) -> TrainState:

@@ -19,19 +19,6 @@ MARKED = json.dumps({"format": FORMAT, "run_id": "", "command": "train", "settin
 PLOTS = {"loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"}
 
 
-@pytest.fixture
-def matplotlib():
-    return pytest.importorskip("matplotlib")
-
-
-@pytest.fixture(autouse=True)
-def text_only(request, monkeypatch):
-    """Drawing takes most of a report's time: only the tests that ask for matplotlib have it."""
-    if "matplotlib" not in request.fixturenames:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-
-
 def rows(steps=60):
     constant = {"learning_rate": 1e-4, "grad_norm": 1.0, "mask_change": 0.01}
     return [
@@ -78,7 +65,7 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, matplotlib):
+def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, plots):
     report, card = written(make_run(tmp_path, rows(), result())), card_text(result())
     assert names(tmp_path) == {"metrics.jsonl", "result.json", "report.md", *PLOTS}
     for text in (report, card):
@@ -123,7 +110,7 @@ def test_shared_results_do_not_name_the_folders_of_this_machine():
     }
 
 
-def test_a_running_run_says_so(tmp_path, matplotlib):
+def test_a_running_run_says_so(tmp_path, plots):
     assert "0 finished steps" in written(make_run(tmp_path, ""))
     assert names(tmp_path) == {"metrics.jsonl", "report.md"}  # no plots of nothing
     report = written(make_run(tmp_path, rows(5)))
@@ -149,7 +136,7 @@ def test_what_the_reader_must_know_is_at_the_top_of_both_files(tmp_path, changes
         assert at_the_top in text.split("## ")[0]
 
 
-def test_values_that_are_not_finite_are_drawn_and_written(tmp_path, matplotlib):
+def test_values_that_are_not_finite_are_drawn_and_written(tmp_path, plots):
     metrics = rows()
     metrics[10]["loss"], metrics[11]["loss"], metrics[12]["loss"] = math.nan, None, math.inf
     outcome = result(feasible_share=None, magnitude_agreement=None, peak_memory_bytes=None, mask_similarity=[])
@@ -158,7 +145,8 @@ def test_values_that_are_not_finite_are_drawn_and_written(tmp_path, matplotlib):
     assert PLOTS - names(tmp_path) == {"mask_similarity.png"}
 
 
-def test_without_matplotlib_the_report_says_how_to_get_the_plots(tmp_path):
+def test_without_matplotlib_the_report_says_how_to_get_the_plots(tmp_path, plots, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     report = written(make_run(tmp_path, rows(), result()))
     assert "pip install matplotlib" in report
     assert ".png" not in report.replace("*.png", "")

@@ -8,13 +8,11 @@ from tiny_models import save_texts, save_tiny_model
 
 from proxsparse.errors import InputError
 from proxsparse.optim import ProxAdamW
-from proxsparse.run import folder as run_folder
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """command(name, *flags) -> the rows of the study, and how often the job was run so far."""
-    monkeypatch.setattr(run_folder, "write_report", lambda run_dir: None)  # half of the time
     monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
     started, results = [], tmp_path / "rows.jsonl"
     prune = runs.job.prune

@@ -6,6 +6,7 @@ import torch
 from pruned import assert_pruned
 from safetensors.torch import load_file
 
+from proxsparse import prune
 from proxsparse.errors import run_command
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.loading import load_model
@@ -18,6 +19,13 @@ def run(main, model, text, output_dir, *flags) -> dict:
     given = ["--model", model, "--data", text, "--eval_data", text, "--output_dir", output_dir, *QUICK, *flags]
     assert main(list(map(str, given))) == 0
     return json.loads((output_dir / "result.json").read_text())
+
+
+def pruned(model, folder, *flags):
+    """The folder of a run of magnitude pruning."""
+    given = ["--method", "magnitude", "--model", model, "--eval_data", "none", "--output_dir", folder, *flags]
+    assert prune.main(list(map(str, given))) == 0
+    return folder
 
 
 def refused(capsys, main, arguments, *words) -> list[str]:

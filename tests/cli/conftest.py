@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from commands import pruned
 from pruned import packed_copy
 from tiny_models import byte_tokenizer, save_texts, save_tiny_model
-
-from proxsparse import prune
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +22,7 @@ def text_file(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pruned_dir(tmp_path_factory, tiny_llama):
     """What prune writes."""
-    folder = tmp_path_factory.mktemp("runs") / "llama"
-    flags = ["--method", "magnitude", "--model", str(tiny_llama), "--output_dir", str(folder), "--eval_data", "none"]
-    assert prune.main(flags) == 0
-    return folder
+    return pruned(tiny_llama, tmp_path_factory.mktemp("runs") / "llama")
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
-from commands import refused
-from forks import Forks
+from commands import pruned, refused
 from safetensors.torch import load_file
 from tiny_models import save_texts, save_tiny_model
 from torch._dynamo.utils import counters
 
 import proxsparse
-from proxsparse import finetune, prune, train
+from proxsparse import finetune, train
 from proxsparse.models.loading import load_model
 
 pytestmark = pytest.mark.slow
@@ -47,9 +46,7 @@ def test_compiled_losses_match_eager(flags, most, inputs, graphs, tmp_path):
     command, *flags = [*flags.split(), *QUICK.split(), *inputs[1]]
     model, main = inputs[0], train.main
     if command == "finetune":
-        pruned = tmp_path / "pruned"
-        assert prune.main(["--method", "magnitude", *model, "--eval_data", "none", "--output_dir", str(pruned)]) == 0
-        model, main = [str(pruned)], finetune.main
+        model, main = [str(pruned(model[1], tmp_path / "pruned"))], finetune.main
     losses, weights = [], []
     for name in ("eager", "compiled"):
         folder = tmp_path / name
@@ -65,15 +62,14 @@ def test_compiled_losses_match_eager(flags, most, inputs, graphs, tmp_path):
         assert (weight == weights[1][name]).float().mean() > 0.99
 
 
-def test_killed_and_resumed(inputs, tmp_path):
+def test_killed_and_resumed(inputs, forks, tmp_path):
     """The same bits, if all samples have the same length."""
     flags = [*inputs[0], *inputs[1], *QUICK.split(), "--distill", "0.5", "--compile", "--save_steps", "2"]
     folders = [tmp_path / "killed", tmp_path / "undisturbed"]
-    with Forks() as forks:
-        die_in = ("proxsparse.io.checkpoints.finish", 2)  # while the second checkpoint is written
-        assert forks.run([*flags, "--output_dir", folders[0]], die_in=die_in) == [-9]
-        for folder in folders:
-            assert forks.run([*flags, "--resume_from_checkpoint", "last", "--output_dir", folder]) == [0]
+    killed = ("proxsparse.io.checkpoints.finish", 2, "kill")  # while the second checkpoint is written
+    assert forks.run([*flags, "--output_dir", folders[0]], before=killed) == [-9]
+    for folder in folders:
+        assert forks.run([*flags, "--resume_from_checkpoint", "last", "--output_dir", folder]) == [0]
     one, other = (load_file(folder / "model.safetensors") for folder in folders)
     assert all(torch.equal(one[name], other[name]) for name in other)
 

@@ -1,4 +1,4 @@
-"""proxsparse.evaluate: several texts, tasks, masks, JSON; what it refuses, before the model is loaded where it can."""
+"""proxsparse.evaluate: several texts, masks, JSON; what it refuses. Tasks are in evaluation/test_zero_shot.py."""
 
 import json
 import sys
@@ -6,12 +6,9 @@ import sys
 import pytest
 import torch
 from commands import refused, run
-from task_files import needs_lm_eval, write_task_files
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from proxsparse import evaluate, prune
-from proxsparse.errors import run_command
-from proxsparse.evaluation import zero_shot
 from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import base_identity, load_model
@@ -25,13 +22,8 @@ def other_text(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def task_folder(tmp_path_factory):
-    return write_task_files(tmp_path_factory.mktemp("tasks"), zero_shot.TASKS)
-
-
-def score(*arguments, code=0):
-    assert evaluate.main(list(map(str, arguments))) == code
+def score(*arguments):
+    assert evaluate.main(list(map(str, arguments))) == 0
 
 
 def rows_in(file):
@@ -97,54 +89,6 @@ def test_a_mask_is_judged_without_a_checkpoint(tiny_llama, text_file, tmp_path, 
     (pruned,), (dense,) = (rows(capsys, folder, *data) for folder in (tmp_path / "pruned", tiny_llama))
     assert masked["perplexity"] == pruned["perplexity"] != dense["perplexity"]
     assert len(masked["masks_sha256"]) == 64
-
-
-@needs_lm_eval
-def test_tasks_and_text_in_one_call_and_the_same_twice(tiny_llama, text_file, task_folder, capsys):
-    flags = ["--tasks", "piqa", "arc_easy", "--data_dir", task_folder, "--limit", 3]
-    found = rows(capsys, tiny_llama, "--data", text_file, "--seq_len", 64, *flags)
-    assert [row.get("task", row.get("data")) for row in found] == [str(text_file), "arc_easy", "piqa", "average"]
-    assert found[1]["documents"] == found[1]["limit"] == 3
-    assert found[-1]["acc"] == (found[1]["acc"] + found[2]["acc"]) / 2
-    assert rows(capsys, tiny_llama, *flags) == found[1:]
-    score(tiny_llama, *flags)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("arc_easy: acc 0.")
-    assert printed[0].endswith(", 3 documents")
-    assert printed[-1].startswith("average of 2 tasks: acc 0.")
-
-
-@needs_lm_eval
-def test_nothing_but_phases_on_stderr(tiny_llama, task_folder, tmp_path, monkeypatch, capfd):
-    """No bars of other libraries, which fill log files; no complaint of git outside a checkout."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    flags = [tiny_llama, "--tasks", "piqa", "--data_dir", task_folder, "--limit", 3]
-    assert run_command(lambda: evaluate.main(list(map(str, flags)))) == 0
-    lines = capfd.readouterr().err.split("\n")
-    phases = dict.fromkeys(line.partition(":")[0] for line in lines if not line.startswith("importing "))  # slow: twice
-    assert [*phases] == [f"loading {tiny_llama}", "checking the weights", "piqa", ""]
-
-
-@needs_lm_eval
-def test_an_error_in_one_task_is_the_row_of_that_task(tiny_llama, task_folder, tmp_path, capsys, monkeypatch):
-    """Its answers are longer than the model's context, or lm-eval itself fails; the others are measured."""
-    measure = evaluate.zero_shot
-
-    def fail(model, tokenizer, task, *others):
-        assert task != "arc_easy"
-        return measure(model, tokenizer, task, *others)
-
-    monkeypatch.setattr(evaluate, "zero_shot", fail)
-    flags = ["--tasks", "piqa", "arc_easy", "--data_dir", task_folder, "--json", tmp_path / "scores.jsonl"]
-    score(tiny_llama, *flags, code=1)
-    failed, measured = rows_in(tmp_path / "scores.jsonl")
-    assert (failed["task"], measured["task"]) == ("arc_easy", "piqa")
-    assert failed["error"].startswith("AssertionError")
-    assert "acc" in measured
-    captured = capsys.readouterr()
-    assert "arc_easy: failed: AssertionError" in captured.out
-    assert captured.err.splitlines()[-1] == "error: 1 of 2 tasks failed: arc_easy"
 
 
 def test_what_was_measured_before_an_interruption_is_kept(tiny_llama, text_file, other_text, tmp_path, monkeypatch):

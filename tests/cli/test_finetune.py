@@ -59,7 +59,7 @@ def assert_held(before, after):
         assert not pruned[f"{name}.weight"][~mask].any(), "a pruned weight has come back"
 
 
-def test_whole_job(tune, pruned, tmp_path):
+def test_whole_job(tune, pruned, tmp_path, plots):
     result = tune("run", "--learning_rate", "0.01")  # bf16 norms are 1: smaller changes would be rounded
     assert_held(pruned, tmp_path / "run")
     names = changed(pruned, tmp_path / "run")

@@ -1,5 +1,6 @@
 """kill -9, a signal, a full disk: the same command with --resume_from_checkpoint last gives the same bits."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -7,8 +8,7 @@ import signal
 
 import pytest
 import torch
-from commands import refused
-from forks import Forks
+from commands import pruned, refused
 from safetensors.torch import load_file
 from tiny_models import save_texts, save_tiny_model
 
@@ -40,9 +40,7 @@ def inputs(tmp_path_factory):
     """The model, the pruned model, the text."""
     folder = tmp_path_factory.mktemp("inputs")
     model, text = save_tiny_model("llama", folder / "model", num_hidden_layers=3), save_texts(folder / "text.jsonl")
-    flags = ["--method", "magnitude", "--model", str(model), "--output_dir", str(folder / "pruned")]
-    assert prune.main([*flags, "--eval_data", "none"]) == 0
-    return model, folder / "pruned", text
+    return model, pruned(model, folder / "pruned"), text
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +85,6 @@ def outcome(output_dir):
     rows = [json.loads(line) | {"seconds": None} for line in lines]
     names = "status", "masks_sha256", "perplexity", "steps", "tokens", "mask_similarity", "feasible_share", "held_out"
     return bits, rows, {name: result.get(name) for name in names}
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as server:  # a fork of pytest itself would inherit autograd's thread pools without their threads
-        yield server
 
 
 @pytest.fixture
@@ -193,7 +185,7 @@ def test_a_signal_before_anything_is_saved_leaves_nothing(run, arguments_of, com
 def test_a_signal_while_a_checkpoint_is_written(arguments_of, undisturbed, command_in_child, tmp_path):
     """torch.distributed.checkpoint wraps whatever interrupts it."""
     main, arguments = arguments_of("prune sparsegpt", tmp_path / "run")
-    code, stderr = command_in_child(main, arguments, term_in=("safetensors.torch.save", 2))
+    code, stderr = command_in_child(main, arguments, before=("safetensors.torch.save", 2, "term"))
     assert code == 128 + signal.SIGTERM
     assert "stopped by SIGTERM; 1 decoder block in checkpoints/ saved; to resume" in stderr.strip().splitlines()[-1]
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
@@ -203,8 +195,8 @@ def test_a_signal_while_a_checkpoint_is_written(arguments_of, undisturbed, comma
 
 def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturbed, command_in_child, tmp_path):
     main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "100")
-    moment = ("proxsparse.run.folder.save_model", 1)
-    assert command_in_child(main, arguments, term_in=moment)[0] == 128 + signal.SIGTERM
+    moment = ("proxsparse.run.folder.save_model", 1, "term")
+    assert command_in_child(main, arguments, before=moment)[0] == 128 + signal.SIGTERM
     bits, rows, figures = outcome(tmp_path / "run")
     assert (bits, rows) == undisturbed("train")[:2]
     assert (figures["status"], figures["perplexity"]) == ("complete", None)
@@ -213,19 +205,31 @@ def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturb
 # ---------------------------------------------------------------------------------------------- refused
 
 
-@pytest.fixture
-def stopped(arguments_of, command_in_child, tmp_path):
-    """stopped(run) -> the main function and the command line of a run that was killed after its first checkpoint."""
+@pytest.fixture(scope="module")
+def stopped_folder(arguments_of, forks, tmp_path_factory):
+    """stopped_folder(run) -> the output folder of a run that was killed after its first checkpoint."""
 
+    @functools.cache
     def stop(run):
-        main, arguments = arguments_of(run, tmp_path / "run")
-        for number in itertools.count(4):
-            code, stderr = command_in_child(main, [*arguments, *RESUME], at_rename=(number, signal.SIGKILL))
-            assert code == -signal.SIGKILL, stderr
-            if len(saved(tmp_path / "run")) >= 1:
-                return main, arguments
+        folder = tmp_path_factory.mktemp("stopped") / "run"
+        main, arguments = arguments_of(run, folder, *RESUME)
+        numbers = itertools.count(4)
+        while not saved(folder):
+            disturbed = {"main": f"{main.__module__}.main", "at_rename": (next(numbers), signal.SIGKILL)}
+            assert forks.run(arguments, **disturbed) == [-signal.SIGKILL]
+        return folder
 
     return stop
+
+
+@pytest.fixture
+def stopped(arguments_of, stopped_folder, tmp_path):
+    """stopped(run) -> the main function and the command line of such a run, in a copy of its folder."""
+
+    def copy(run):
+        return arguments_of(run, shutil.copytree(stopped_folder(run), tmp_path / "run"))
+
+    return copy
 
 
 @pytest.mark.parametrize(

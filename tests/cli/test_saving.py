@@ -8,12 +8,12 @@ import numpy
 import pytest
 import torch
 import transformers
-from commands import refused
+from commands import pruned, refused
 from pruned import tensors_of
 from safetensors.torch import load_file, save_file
 from tiny_models import COMMON, TINY, byte_tokenizer, save_tiny_model
 
-from proxsparse import apply, evaluate, finetune, pack, prune
+from proxsparse import apply, evaluate, finetune, pack
 from proxsparse.errors import InputError
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
@@ -101,13 +101,6 @@ QUANTIZED = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     ),
 }
-
-
-def pruned(model, folder, *flags):
-    """The folder of a run of magnitude pruning."""
-    given = ["--model", str(model), "--method", "magnitude", "--eval_data", "none", "--output_dir", str(folder)]
-    assert prune.main([*given, *flags]) == 0
-    return folder
 
 
 def loaded(folder):
@@ -317,7 +310,8 @@ def test_pack_takes_what_prune_wrote(model_type, tmp_path):
 
 
 def test_pack_says_why_a_layer_cannot_be_packed(tmp_path):
-    run = pruned(save_new(tmp_path / "model", "mamba", **MAMBA), tmp_path / "run")
+    """Falcon Mamba calls dt_proj in one branch, and multiplies by its weight in another."""
+    run = pruned(save_new(tmp_path / "model", "falcon_mamba", **MAMBA), tmp_path / "run")
     with pytest.raises(ValueError, match=r"dt_proj: the module around it reads its weight.* exclude 'dt_proj'"):
         pack.main([str(run), "--output_dir", str(tmp_path / "packed")])
 

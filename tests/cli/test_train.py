@@ -19,7 +19,7 @@ def train(tiny_llama, text_file, tmp_path):
     return lambda name, *flags: run(main, tiny_llama, text_file, tmp_path / name, "--max_steps", "4", *flags)
 
 
-def test_whole_job(train, tiny_llama, tmp_path):
+def test_whole_job(train, tiny_llama, tmp_path, plots):
     result = train("run")
     masks = check_pruned(tiny_llama, tmp_path / "run")
     assert len(masks) == result["layers"] == 14  # 7 linear layers in each of 2 decoder blocks

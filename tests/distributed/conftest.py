@@ -3,14 +3,7 @@
 import json
 
 import pytest
-from forks import Forks
 from tiny_models import save_tiny_model
-
-
-@pytest.fixture(scope="session")
-def forks():
-    with Forks() as forks:
-        yield forks
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def test_two_processes_train_what_one_trains(forks, flags, pruned, tmp_path):
 
     tuned("one", 1)
     tuned("two", 2)
-    assert -9 in tuned("killed", 2, die_in=("proxsparse.io.checkpoints.finish", 4))
+    assert -9 in tuned("killed", 2, before=("proxsparse.io.checkpoints.finish", 4, "kill"))
     tuned("killed", 1, ["--resume_from_checkpoint", "last"])
     one = load_file(tmp_path / "one" / "model.safetensors")
     result = json.loads((tmp_path / "one" / "result.json").read_text())

@@ -69,8 +69,8 @@ def test_each_process_holds_its_share_of_weights_and_moments(forks, flags, few_r
     for processes in (1, 2, 4):
         run_dir = tmp_path / str(processes)
         arguments = [*flags, "--output_dir", run_dir, "--save_steps", "1", "--max_steps", "4"]
-        die_in = ("proxsparse.io.checkpoints.finish", 2)  # killed in the second save: the first one stays
-        assert -9 in forks.run(arguments, processes, die_in=die_in)
+        killed = ("proxsparse.io.checkpoints.finish", 2, "kill")  # killed in the second save: the first one stays
+        assert -9 in forks.run(arguments, processes, before=killed)
         files = sorted((run_dir / "checkpoints" / "step-1").glob("*.safetensors"))
         held = [sum(t.nbytes for n, t in load_file(f).items() if n.startswith(("weight", "exp"))) for f in files]
         assert len(held) == processes

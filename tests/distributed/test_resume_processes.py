@@ -10,7 +10,7 @@ import pytest
 from proxsparse.io import output_folder
 
 SAVES = ["--num_samples", "8", "--save_steps", "3", "--num_train_epochs", "2", "--resume_from_checkpoint", "last"]
-FINISH = "proxsparse.io.checkpoints.finish"
+FINISH, CLEAR = "proxsparse.io.checkpoints.finish", "proxsparse.io.checkpoints.clear"
 
 
 def result_of(run_dir):
@@ -59,7 +59,7 @@ def test_all_processes_end_together(run, tmp_path):
     (run_dir / output_folder.MARKER).unlink()
     (line,) = [line for line in log_of(run_dir).splitlines() if "error" in line.lower()]
     assert line.startswith(f"error: another run (pid {os.getpid()} on ")
-    assert run(run_dir, processes=2, term_in=(FINISH, 2)) == [128 + SIGTERM] * 2, log_of(run_dir)[-2000:]
+    assert run(run_dir, processes=2, before=(FINISH, 2, "term")) == [128 + SIGTERM] * 2, log_of(run_dir)[-2000:]
     assert result_of(run_dir)["status"] == "interrupted"
     assert run(run_dir, processes=2) == [0, 0]
     assert not (run_dir / output_folder.LOCK).exists()
@@ -70,7 +70,7 @@ def test_threads_of_two_processes_write_checkpoints(run, tmp_path):
     """They communicate in a group of their own, while the processes learn."""
     a, b = tmp_path / "a", tmp_path / "b"
     assert run(a, processes=2) == [0, 0]
-    assert -SIGKILL in run(b, processes=2, in_thread=True, die_in=(FINISH, 2))
+    assert -SIGKILL in run(b, processes=2, in_thread=True, before=(FINISH, 2, "kill"))
     assert saved(b) == ["step-3"]
     assert run(b, processes=2, in_thread=True) == [0, 0], log_of(b)[-2000:]
     assert outcome(b) == outcome(a)
@@ -80,7 +80,7 @@ def test_threads_of_two_processes_write_checkpoints(run, tmp_path):
 def test_a_full_disk_ends_both_processes_when_a_thread_writes(disk, run, tmp_path):
     run_dir, log = mounted("-t tmpfs -o size=20m tmpfs", disk) / "run", tmp_path / "log"
     how = {"processes": 2, "in_thread": True, "output": log}
-    assert run(run_dir, fill=("proxsparse.io.checkpoints.clear", 2, str(disk)), **how) == [2, 2]
+    assert run(run_dir, before=(CLEAR, 2, "fill", str(disk)), **how) == [2, 2]
     assert "error: checkpoint step-6 could not be written to" in log.read_text()
     assert saved(run_dir) == ["step-3"]
     (disk / "filler").unlink()
@@ -97,7 +97,7 @@ def test_other_numbers_of_processes_continue_within_rounding(run, tmp_path):
 
     assert run_on(1, a) == [0]
     for processes, checkpoint in ((4, "step-3"), (2, "step-6")):
-        assert -SIGKILL in run_on(processes, b, die_in=(FINISH, 2))
+        assert -SIGKILL in run_on(processes, b, before=(FINISH, 2, "kill"))
         assert saved(b) == [checkpoint]
     assert run_on(1, b) == [0]
     (one, rows), (other, other_rows) = outcome(a), outcome(b)
@@ -133,8 +133,8 @@ def test_a_lost_disk_leaves_the_last_good_state(disk, run, undisturbed, tmp_path
     run_dir, log, source = disk / "run", tmp_path / "log", tmp_path / "source"
     source.mkdir()
     mounted("-t tmpfs -o size=20m tmpfs" if loss == "full" else f"--bind {source}", disk)
-    moment = ("proxsparse.io.checkpoints.clear", 2, str(disk))
-    assert run(run_dir, output=log, **{"fill" if loss == "full" else "unmount": moment}) == [2]
+    event = "fill" if loss == "full" else "unmount"
+    assert run(run_dir, output=log, before=(CLEAR, 2, event, str(disk))) == [2]
     error = log.read_text().splitlines()[-1]
     assert error.startswith("error: checkpoint step-6 could not be written to")
     if loss == "full":

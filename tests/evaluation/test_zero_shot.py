@@ -1,4 +1,7 @@
-"""Zero-shot tasks from local files: lm-eval's own tasks, the numbers of its command line, and errors of bad files."""
+"""Zero-shot tasks from local files: lm-eval's own tasks, its command line's numbers, bad files; `evaluate --tasks`.
+
+The import of lm-eval takes seconds, so all tests that need it are here.
+"""
 
 import gzip
 import json
@@ -8,11 +11,12 @@ import pytest
 import torch
 import yaml
 from task_files import needs_lm_eval, rows_of, write_task_files
-from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
 
-from proxsparse.errors import InputError
+from proxsparse import evaluate
+from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot as module
-from proxsparse.evaluation.zero_shot import TASKS, average, check_request, zero_shot
+from proxsparse.evaluation.zero_shot import TASKS, check_request, zero_shot
 
 
 @pytest.fixture(scope="module")
@@ -22,23 +26,8 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def scores(files):
-    """All seven tasks on a tiny random model."""
-    model = tiny_model("llama")
-    return {name: zero_shot(model, byte_tokenizer(), name, files, batch_size=4) for name in TASKS}
-
-
-@needs_lm_eval
-def test_every_task_gives_the_papers_figure(scores):
-    assert list(scores) == list(TASKS)
-    for name, figures in scores.items():
-        assert figures["documents"] == 5
-        assert 0 <= figures["acc"] <= 1
-        other = {"truthfulqa_mc": "mc2", "social_iqa": "acc"}.get(name, "acc_norm")
-        assert 0 <= figures[other] <= 1
-    halves = scores["truthfulqa_mc"]
-    assert halves["acc"] == (halves["mc1"] + halves["mc2"]) / 2
-    assert average(scores) == pytest.approx(sum(figures["acc"] for figures in scores.values()) / 7)
+def tiny_llama(tmp_path_factory):
+    return save_tiny_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @needs_lm_eval
@@ -58,7 +47,9 @@ def test_a_model_that_knows_the_answers_gets_them_right(files, monkeypatch):
 
     monkeypatch.setattr(HFLM, "loglikelihood", loglikelihood)
     for name in TASKS:
-        assert zero_shot(tiny_model("llama"), byte_tokenizer(), name, files)["acc"] == pytest.approx(1), name
+        figures = zero_shot(tiny_model("llama"), byte_tokenizer(), name, files)
+        assert (figures["acc"], figures["documents"]) == (pytest.approx(1), 5), name
+        assert 0 <= figures[{"truthfulqa_mc": "mc2", "social_iqa": "acc"}.get(name, "acc_norm")] <= 1
 
 
 def correct_answers(name: str, row: dict) -> list[str]:
@@ -77,10 +68,12 @@ def correct_answers(name: str, row: dict) -> list[str]:
 
 
 @needs_lm_eval
-def test_any_batch_size_gives_the_same_and_limit_takes_the_first_documents(scores, files):
+def test_any_batch_size_gives_the_same_and_limit_takes_the_first_documents(files):
     model, tokenizer, before = tiny_model("llama"), byte_tokenizer(), torch.random.get_rng_state()
     for name in ("arc_easy", "truthfulqa_mc"):
-        assert zero_shot(model, tokenizer, name, files, batch_size=1) == scores[name]
+        one, four = (zero_shot(model, tokenizer, name, files, batch_size=size) for size in (1, 4))
+        assert one == four
+    assert one["acc"] == (one["mc1"] + one["mc2"]) / 2
     limited = zero_shot(model, tokenizer, "piqa", files, limit=1)
     assert (limited["documents"], limited["acc_stderr"]) == (1, None)
     assert torch.equal(torch.random.get_rng_state(), before), "the random state is restored"
@@ -88,20 +81,19 @@ def test_any_batch_size_gives_the_same_and_limit_takes_the_first_documents(score
 
 @needs_lm_eval
 @pytest.mark.slow
-def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, monkeypatch, capsys):
+def test_the_command_line_of_lm_eval_gives_the_same_numbers(tiny_llama, files, tmp_path, monkeypatch, capsys):
     """Its own command line and loading of the model; YAML files that include lm-eval's tasks."""
     from lm_eval.__main__ import cli_evaluate
 
     from proxsparse.models.loading import load_model
 
-    folder, tasks = save_tiny_model("llama", tmp_path / "model"), ["piqa", "hellaswag", "truthfulqa_mc"]
-    index, names = module.task_manager().task_index, []
+    tasks, index, names = ["piqa", "hellaswag", "truthfulqa_mc"], module.task_manager().task_index, []
     for settings in (settings for name in tasks for settings in module.task_settings(name, files)):
         plain = settings["task"]
         names.append(f"local_{plain}")
         config = {"include": str(index[plain].yaml_path), **settings, "task": names[-1]}
         (tmp_path / f"{plain}.yaml").write_text(yaml.safe_dump(config))
-    model_args = f"pretrained={folder},dtype=float32,softmax_dtype=float32"
+    model_args = f"pretrained={tiny_llama},dtype=float32,softmax_dtype=float32"
     command = f"lm_eval run --model hf --model_args {model_args} --tasks {','.join(names)} --include_path {tmp_path}"
     command += f" --device cpu --batch_size 4 --limit 4 --output_path {tmp_path / 'out.json'}"
     monkeypatch.setattr(sys, "argv", command.split())
@@ -110,7 +102,7 @@ def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, mon
     capsys.readouterr()
     (written,) = tmp_path.rglob("out*.json")
     theirs = json.loads(written.read_text())["results"]
-    model, tokenizer = load_model(str(folder), torch.float32)
+    model, tokenizer = load_model(str(tiny_llama), torch.float32)
     ours = {name: zero_shot(model, tokenizer, name, files, limit=4, batch_size=4) for name in tasks}
     for task, metric, name, key in (
         *((task, metric, task, metric) for task in ("piqa", "hellaswag") for metric in ("acc", "acc_norm")),
@@ -145,3 +137,61 @@ def test_damaged_data_is_one_error_that_names_the_file(damage, files, tmp_path):
     (tmp_path / name).write_bytes(damage((files / name).read_bytes()))
     with pytest.raises(InputError, match=r"task arc_challenge: .*arc_challenge_test.jsonl"):
         zero_shot(tiny_model("llama"), byte_tokenizer(), "arc_challenge", tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- proxsparse evaluate
+
+
+def rows(capsys, *arguments):
+    """The rows that the command prints as JSON."""
+    assert evaluate.main([*map(str, arguments), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@needs_lm_eval
+def test_tasks_and_text_in_one_call_and_the_same_twice(tiny_llama, files, tmp_path, capsys):
+    text = save_texts(tmp_path / "text.jsonl")
+    flags = ["--tasks", "piqa", "arc_easy", "--data_dir", files, "--limit", 3]
+    found = rows(capsys, tiny_llama, "--data", text, "--seq_len", 64, *flags)
+    assert [row.get("task", row.get("data")) for row in found] == [str(text), "arc_easy", "piqa", "average"]
+    assert found[1]["documents"] == found[1]["limit"] == 3
+    assert found[-1]["acc"] == (found[1]["acc"] + found[2]["acc"]) / 2
+    assert rows(capsys, tiny_llama, *flags) == found[1:]
+
+
+@needs_lm_eval
+def test_nothing_but_phases_on_stderr_and_a_line_for_each_task(tiny_llama, files, tmp_path, monkeypatch, capfd):
+    """No bars of other libraries, which fill log files; no complaint of git outside a checkout."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    flags = [tiny_llama, "--tasks", "piqa", "arc_easy", "--data_dir", files, "--limit", 3]
+    assert run_command(lambda: evaluate.main(list(map(str, flags)))) == 0
+    printed = capfd.readouterr()
+    lines = [line for line in printed.err.split("\n") if not line.startswith("importing ")]  # slow: twice
+    phases = dict.fromkeys(line.partition(":")[0] for line in lines)
+    assert [*phases] == [f"loading {tiny_llama}", "checking the weights", "arc_easy", "piqa", ""]
+    first, _, last = printed.out.splitlines()
+    assert first.startswith("arc_easy: acc 0.")
+    assert first.endswith(", 3 documents")
+    assert last.startswith("average of 2 tasks: acc 0.")
+
+
+@needs_lm_eval
+def test_an_error_in_one_task_is_the_row_of_that_task(tiny_llama, files, tmp_path, capsys, monkeypatch):
+    """Its answers are longer than the model's context, or lm-eval itself fails; the others are measured."""
+    measure = evaluate.zero_shot
+
+    def fail(model, tokenizer, task, *others):
+        assert task != "arc_easy"
+        return measure(model, tokenizer, task, *others)
+
+    monkeypatch.setattr(evaluate, "zero_shot", fail)
+    flags = [tiny_llama, "--tasks", "piqa", "arc_easy", "--data_dir", files, "--json", tmp_path / "scores.jsonl"]
+    assert evaluate.main(list(map(str, flags))) == 1
+    failed, measured = map(json.loads, (tmp_path / "scores.jsonl").read_text().splitlines())
+    assert (failed["task"], measured["task"]) == ("arc_easy", "piqa")
+    assert failed["error"].startswith("AssertionError")
+    assert "acc" in measured
+    captured = capsys.readouterr()
+    assert "arc_easy: failed: AssertionError" in captured.out
+    assert captured.err.splitlines()[-1] == "error: 1 of 2 tasks failed: arc_easy"

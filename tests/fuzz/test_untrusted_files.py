@@ -45,6 +45,7 @@ INDEX = "model.safetensors.index.json"
 INPUTS, SEED = (int(os.environ.get(f"FUZZ_{name}", usual)) for name, usual in (("INPUTS", 2000), ("SEED", 1)))
 
 
+@pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize("inputs", [200, pytest.param(INPUTS, marks=pytest.mark.slow)])  # of all loaders together
 @pytest.mark.parametrize("name", LOADERS)
 def test_valid_files_are_loaded_and_damaged_ones_loaded_or_refused(name, inputs, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layer_cases import correlated_inputs
 from pruned import pruned_linear
 from torch.nn.functional import linear
 
@@ -13,16 +14,11 @@ from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 BITS = pytest.mark.parametrize("bits", [8, 4])
 
 
-def correlated_inputs(tokens, features):
-    """Inputs with a few large common directions, as in language models."""
-    return torch.randn(tokens, 8) @ torch.randn(8, features) + 0.3 * torch.randn(tokens, features)
-
-
 @BITS
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10"])
 @pytest.mark.parametrize("in_features", [64, 142, 264])
 def test_a_smaller_error_of_the_output_than_to_nearest(bits, in_features, pattern):
-    layer, inputs = pruned_linear(in_features, 32, pattern=pattern), correlated_inputs(600, in_features)
+    layer, inputs = pruned_linear(in_features, 32, pattern=pattern), correlated_inputs(600, in_features, torch.float32)
     statistics = InputGram(layer)
     statistics.add(inputs)
     weight = layer.weight.detach()

@@ -305,24 +305,22 @@ for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights
     CASES |= cases_of(_pattern, 0.5, 0.005, 1e-4)
 
 
-def on_backends(but: tuple[str, ...] = ()):
-    """Every case on every backend of this machine, except those in `but`."""
-    places = [
-        (name, place)
-        for name, case in CASES.items()
-        for place in backends_of(case.op)
-        if place.values[0][0] not in (*but, *(("cuda",) if case.block > 4 else ()))  # CUDA has blocks of 4 only
-    ]
-    return pytest.mark.parametrize(
-        ("case", "place"),
-        [
-            pytest.param(CASES[name], *place.values, id=f"{name}-{place.id}", marks=place.marks)
-            for name, place in places
-        ],
-    )
+def on_backends(but: tuple[str, ...] = (), slow: tuple[str, ...] = ()):
+    """Every case on every backend of this machine, except those in `but`; the patterns `slow` are marked so."""
+    params = []
+    for name, case in CASES.items():
+        left_out = (*but, "cuda") if case.block > 4 else but  # CUDA has blocks of 4 only
+        marks = [pytest.mark.slow] if case.pattern in slow else []
+        params += [
+            pytest.param(case, *place.values, id=f"{name}-{place.id}", marks=[*place.marks, *marks])
+            for place in backends_of(case.op)
+            if place.values[0][0] not in left_out
+        ]
+    return pytest.mark.parametrize(("case", "place"), params)
 
 
 each_case, each_kernel = on_backends(), on_backends(but=("reference",))
+each_traced_case = on_backends(slow=("4:6", "6:8"))  # torch sees no difference between these and 8:10
 
 
 def assert_matches(case: Case, results: Tensors, inputs: Tensors, dtype: torch.dtype, what: object = "") -> None:

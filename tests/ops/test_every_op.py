@@ -13,6 +13,7 @@ from ops.cases import (
     each_case,
     each_dtype,
     each_kernel,
+    each_traced_case,
     feasible,
     hard,
     masked,
@@ -108,7 +109,7 @@ def test_any_strides(case, place, dtype, serve):
 # ------------------------------------------------------------------------------------------ torch around it
 
 
-@each_case
+@each_traced_case
 def test_versions_are_counted_and_leaves_stay_leaves(case, place, serve):
     given = moved(case.inputs((6, 12), torch.bfloat16, seed=1), serve(case.op, place))
     for tensor in given.values():
@@ -122,7 +123,7 @@ def test_versions_are_counted_and_leaves_stay_leaves(case, place, serve):
     assert not any(result.requires_grad for name, result in results.items() if name not in given)
 
 
-@each_case
+@each_traced_case
 def test_opcheck(case, place, serve):
     device = serve(case.op, place)
     plain = moved(case.inputs((3, 12), torch.float32, seed=2), device)
@@ -133,7 +134,7 @@ def test_opcheck(case, place, serve):
             torch.library.opcheck(torch.ops.proxsparse.unpack_nm.default, pack_nm(tensors["weight"]))
 
 
-@each_case
+@each_traced_case
 def test_compiles_without_a_graph_break(case, place, serve):
     """Also on a tensor that is made within the graph."""
 
