@@ -68,6 +68,21 @@ def test_a_folder_is_read_in_sorted_order(tmp_path):
     assert load_texts(str(tmp_path), "train") == ["a", "b, JSON", "b", "c", "d", "e", "f"]
 
 
+def test_a_cloned_data_set_is_not_its_description(tmp_path):
+    write(tmp_path / "README.md", "about")
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a.jsonl", '{"text": "a"}')
+    with pytest.raises(InputError, match=f"no text file in this folder; give {tmp_path}/data"):
+        load_texts(str(tmp_path), "train")
+    assert load_texts(str(tmp_path / "data"), "train") == ["a"]
+    write(tmp_path / "b.txt", "b")
+    assert load_texts(str(tmp_path), "train") == ["b"]
+    (tmp_path / "b.txt").unlink()
+    write(tmp_path / "dataset_info.json", "{}")
+    with pytest.raises(InputError, match="it is a data set of save_to_disk; write it with to_parquet"):
+        load_texts(str(tmp_path), "train")
+
+
 def test_home_and_named_sources(tmp_path, monkeypatch):
     write(tmp_path / "builtin", "not a source of text")
     write(tmp_path / "a.txt", "home")
@@ -199,6 +214,14 @@ def test_one_truncated_document_a_sample_in_the_order_of_the_seed(tokenizer):
     random.Random(7).shuffle(order)
     expected = [[10 + 10 * i + j for j in range(min(3 + i, 5))] for i in order]
     assert [batch["input_ids"].tolist() for batch in batches] == [[row] for row in expected]
+
+
+def test_a_tokenizer_that_truncates_on_the_left_reads_the_beginning_too(tokenizer, monkeypatch):
+    texts = ["one two three four five six seven eight nine ten"]
+    expected = calibration_batches(texts, tokenizer, 1, 4)[0]["input_ids"]
+    monkeypatch.setattr(tokenizer, "truncation_side", "left")
+    assert torch.equal(calibration_batches(texts, tokenizer, 1, 4)[0]["input_ids"], expected)
+    assert tokenizer.truncation_side == "left"
 
 
 def test_padding_mask_and_labels_of_documents_of_two_tokens_or_more(tokenizer):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import proxsparse
 from proxsparse import prune
 from proxsparse.errors import InputError
+from proxsparse.io.mask_files import recorded_masks
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.signals import SIGNALS
 from proxsparse.training import loop
@@ -80,6 +81,21 @@ def test_equal_tokens_in_different_forms_give_equal_masks(tokenizer):
         for form in ("tensors", "dicts", "lists", "arrays", "blank rows", "loader", "loader of dicts")
     ]
     assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
+
+
+@pytest.mark.parametrize("method", ["wanda", "admm", "proxsparse"])
+def test_padding_on_either_side_and_rows_of_padding_change_nothing(method, tokenizer):
+    """seq_len keeps the first tokens of a sample, wherever its padding is."""
+    rows = [ids[:length] for ids, length in zip(TOKENS, (32, 20, 9, 1), strict=False)]
+    results = []
+    for left in (False, True):
+        ids, mask = torch.zeros(5, 32).long(), torch.zeros(5, 32).long()  # the last row is padding
+        for number, row in enumerate(rows):
+            place = slice(32 - len(row), None) if left else slice(len(row))
+            ids[number, place], mask[number, place] = row, 1
+        batch = {"input_ids": ids, "attention_mask": mask}
+        results.append(proxsparse.prune_(tiny_model("llama"), method, [batch], seq_len=16))
+    assert all(torch.equal(mask, results[1][name]) for name, mask in results[0].items())
 
 
 @pytest.mark.parametrize("item", [TOKENS[0], TEXTS[0]], ids=["tokens", "text"])
@@ -276,6 +292,46 @@ def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
     assert (tmp_path / "packed" / "model.safetensors").exists()
 
 
+def test_masks_of_several_patterns_to_a_file_and_back(tmp_path):
+    pattern = {"q_proj": "1:4", "k_proj": "4:8", "v_proj": "6:8", "o_proj": "2:8"}
+    model = tiny_model("llama")
+    linears = [name for name, module in model.named_modules() if name.rpartition(".")[2] in pattern]
+    masks = proxsparse.prune_(
+        model, "magnitude", include=["self_attn"], pattern={n: pattern[n.rpartition(".")[2]] for n in linears}
+    )
+    proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
+    found, _ = recorded_masks(tmp_path)
+    assert {name: str(each) for name, each in found.items()} == {n: pattern[n.rpartition(".")[2]] for n in linears}
+
+
+def test_a_class_without_a_file_is_pruned(model):
+    """As of a notebook: its code cannot be read, that of its base class can."""
+    scope = {"base": type(model), "__name__": "builtins"}
+    exec("class Own(base): pass", scope)
+    model.__class__ = scope["Own"]
+    assert_pruned(model, proxsparse.prune_(model, "magnitude"))
+
+
+def masked_encoder():
+    from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+    return DistilBertForMaskedLM(DistilBertConfig(vocab_size=260, dim=32, hidden_dim=64, n_layers=1, n_heads=2))
+
+
+def with_a_decoder():
+    from transformers import M2M100Config, M2M100ForConditionalGeneration
+
+    sizes = {f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    return M2M100ForConditionalGeneration(M2M100Config(vocab_size=260, d_model=32, **sizes))
+
+
+def enlarged(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([f"<{number}>" for number in range(9)])
+    return tokenizer
+
+
 def encoder():
     from transformers import BertConfig, BertLMHeadModel
 
@@ -332,6 +388,31 @@ REFUSALS = {
     "foreign tokens": (
         prunes("wanda", [torch.tensor([1, 5000])], tokenizer=False),
         "token ids from 1 to 5000, but the model has 260 tokens",
+    ),
+    "foreign labels": (
+        prunes("wanda", [{"input_ids": TOKENS[0], "labels": TOKENS[0] + 999}], tokenizer=False),
+        "data: labels from",
+    ),
+    "enlarged tokenizer": (
+        lambda m, t: proxsparse.prune_(m, "wanda", ["a <8> b" * 9], enlarged(t), **FEW),
+        "the calibration text has token ids from",
+    ),
+    "enlarged tokenizer, perplexity": (
+        lambda m, t: proxsparse.perplexity(m, enlarged(t), ["a <8> b" * 9], seq_len=16),
+        "the evaluation text has token ids from",
+    ),
+    "name of a tokenizer": (
+        lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, "gpt2"),
+        "give AutoTokenizer.from_pretrained('gpt2')",
+    ),
+    "long text": (prunes("wanda", "word " * 99), "a text, not the name of a source; give a list of texts"),
+    "none": (prunes("wanda", [None]), "data: an item of type NoneType"),
+    "name of a teacher": (tunes(lambda m: "gpt2"), "teacher='gpt2': give the dense model"),
+    "masked": (lambda m, t: proxsparse.perplexity(masked_encoder(), t, TEXTS), "is not a decoder"),
+    "encoder and decoder": (lambda m, t: proxsparse.prune_(with_a_decoder(), "magnitude"), "is not a decoder"),
+    "bytes as masks": (
+        lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
+        "masks: that of layer model.layers.0.mlp.up_proj is torch.uint8; give a tensor of torch.bool",
     ),
     "method": (prunes("wandb", TEXTS), "method 'wandb': no such method; choose from"),
     "option": (prunes("sparsegpt", TEXTS, dampng=1), "method 'sparsegpt' has no option 'dampng'; its options: damping"),

@@ -12,7 +12,7 @@ from proxsparse.data.calibration import IGNORED_LABEL, Batch, add_labels, calibr
 from proxsparse.data.sources import FIRST_DOCUMENTS, evaluation_text, first_and_rest, identity_of, text_of
 from proxsparse.data.tokens import TOKENS_IN_MEMORY, TokenStore
 from proxsparse.errors import InputError
-from proxsparse.models.checks import context_length, fit_window
+from proxsparse.models.checks import context_length, fit_window, refuse_other_tokens
 from proxsparse.runtime.distributed import on_rank_zero
 
 FORMS = (
@@ -53,6 +53,7 @@ def read_batches(
     Raises:
         InputError: no sample; the data has another form; tokens that the model does not have; a text without tokenizer.
     """
+    data = str(data) if isinstance(data, Path) else data
     is_source, settings = isinstance(data, str), {"batch_size": batch_size, "packing": packing, "seed": seed}
     if is_source and tokenizer is None:
         raise InputError(NO_TOKENIZER)
@@ -70,15 +71,19 @@ def read_batches(
             else:
                 limit = None if isinstance(data, list | tuple) else FIRST_DOCUMENTS
                 first, rest = list(islice(items, limit)), items
-            return calibration_batches(first, tokenizer, num_samples, length, rest=rest, store=store, **settings)
+            batches = calibration_batches(first, tokenizer, num_samples, length, rest=rest, store=store, **settings)
+            refuse_other_tokens(model, batches.tokens, "the calibration text has token ids")
+            return batches
 
         length = on_rank_zero(lambda: fit_window(model, seq_len, window, "seq_len"))
         return on_rank_zero(read), length
     batches, count = [], 0
     for item in items:
-        batch = {name: tensor[: num_samples - count] for name, tensor in as_batch(item, model, seq_len).items()}
-        if (add_labels(batch)["labels"][:, 1:] == IGNORED_LABEL).all():
+        batch = as_batch(item, model, seq_len)
+        predicts = (add_labels(batch)["labels"][:, 1:] != IGNORED_LABEL).any(1)
+        if not predicts.any():
             continue
+        batch = {name: tensor[predicts][: num_samples - count] for name, tensor in batch.items()}
         batches.append(batch)
         count += len(batch["input_ids"])
         if count >= num_samples:  # a DataLoader may be endless
@@ -98,8 +103,8 @@ def read_tokens(
     data: str | Iterable, model: nn.Module, tokenizer, split: str | None = None, text_field: str = "text"
 ) -> Tensor:
     """All tokens of a text in any form of `read_batches`, int64 [N], for the perplexity. Raises InputError as that."""
-    if isinstance(data, str):
-        data = [evaluation_text(data, split, text_field)]
+    if isinstance(data, str | Path):
+        data = [evaluation_text(str(data), split, text_field)]
     items, are_texts = read_items(data, tokenizer, text_field)
     if are_texts:
         limit = None if isinstance(data, list | tuple) else FIRST_DOCUMENTS
@@ -114,6 +119,8 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
     Texts are read when they are used.
     """
     data = [data] if isinstance(data, Mapping) else data  # one batch, such as the output of a tokenizer
+    if isinstance(tokenizer, str):
+        raise InputError(f"tokenizer={tokenizer!r}: a name; give AutoTokenizer.from_pretrained({tokenizer!r})")
     if hasattr(data, "columns"):
         raise InputError(
             f"data: a {type(data).__name__} of columns; give that of the text, such as data[{text_field!r}]"
@@ -121,9 +128,10 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
     if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
         raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
     items = iter(data)
-    first = next(items, None)
-    if first is None:
-        raise InputError(f"data: it is empty; {FORMS}")
+    try:
+        first = next(items)
+    except StopIteration:
+        raise InputError(f"data: it is empty; {FORMS}") from None
     items = chain([first], items)
     has_text = isinstance(first, Mapping) and text_field in first and "input_ids" not in first
     if not (isinstance(first, str) or has_text):
@@ -144,10 +152,10 @@ def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
     try:
         found = {name: torch.as_tensor(value) for name, value in found.items()}
         found = {name: tensor if tensor.numel() else tensor.long() for name, tensor in found.items()}  # [] is float
-    except (TypeError, ValueError, RuntimeError) as error:
+        ids = found["input_ids"]
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:  # KeyError: it is None
         kind = type(item).__name__
         raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
-    ids = found["input_ids"]
     if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.ndim not in (1, 2):
         raise InputError(f"data: input_ids are {ids.dtype} {list(ids.shape)}; they must be integers, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
@@ -155,11 +163,10 @@ def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
     for name, tensor in batch.items():
         if tensor.shape != batch["input_ids"].shape:
             raise InputError(f"data: {name} is {list(tensor.shape)}, input_ids are {list(batch['input_ids'].shape)}")
-    batch = {name: tensor[:, :seq_len] for name, tensor in batch.items()}
-    vocabulary, real = model.get_input_embeddings().weight.shape[0], batch["input_ids"][batch["attention_mask"] != 0]
-    if len(real) and not 0 <= int(real.min()) <= int(real.max()) < vocabulary:
-        raise InputError(
-            f"data: token ids from {int(real.min())} to {int(real.max())}, but the model has {vocabulary} tokens; use "
-            "the tokenizer of the model"
-        )
+    if seq_len is not None:
+        real_first = (batch["attention_mask"] == 0).byte().argsort(dim=1, stable=True)  # padding may be on the left
+        batch = {name: tensor.gather(1, real_first)[:, :seq_len] for name, tensor in batch.items()}
+    refuse_other_tokens(model, batch["input_ids"][batch["attention_mask"] != 0], "data: token ids")
+    if "labels" in batch:
+        refuse_other_tokens(model, batch["labels"][batch["labels"] != IGNORED_LABEL], "data: labels")
     return batch

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from proxsparse.data.calibration import added_bos
 from proxsparse.errors import InputError
-from proxsparse.models.checks import evaluating, fit_window
+from proxsparse.models.checks import evaluating, fit_window, refuse_other_tokens
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import all_reduce_sum as sum_over_processes
 from proxsparse.runtime.distributed import shard_items, world_size
@@ -77,8 +77,10 @@ def perplexity(
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
         title: title of the progress bar.
     Raises:
-        InputError: seq_len is below 2, or above the model's context length or the text; as `window_bos`.
+        InputError: a token that the model does not have; seq_len is below 2, or above the model's context length or
+            the text; as `window_bos`.
     """
+    refuse_other_tokens(model, tokens, "the evaluation text has token ids")
     seq_len = fit_window(model, seq_len, WINDOW, "seq_len", len(tokens))
     if seq_len < 2:
         raise InputError(f"seq_len={seq_len}: must be at least 2, because the first token of a window is not predicted")

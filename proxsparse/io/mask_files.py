@@ -11,7 +11,7 @@ from torch import Tensor
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import atomic_write
 from proxsparse.io.output_folder import MASKS
-from proxsparse.patterns import MIXED, NMPattern, PatternLike, pattern_name
+from proxsparse.patterns import MIXED, NMPattern, PatternLike, pattern_name, pattern_of_zeros
 
 MASK_FORMAT = "proxsparse-masks-1"
 BASE = ("base_model", "base_revision", "base_weights_sha256")  # what a file says of its base model
@@ -31,7 +31,7 @@ def unpack_mask(packed: Tensor, columns: int) -> Tensor:
 def save_masks(
     path: Path | str,
     masks: dict[str, Tensor],
-    pattern: PatternLike | dict[str, PatternLike] = "2:4",
+    pattern: PatternLike | dict[str, PatternLike] | None = None,
     base_model: str = "",
     base_revision: str = "",
     base_weights_sha256: str = "",
@@ -44,8 +44,8 @@ def save_masks(
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
-        pattern: one for all layers, or layer name -> pattern. If they differ, the metadata has pattern "mixed", and
-            `patterns` with the pattern of every layer as JSON.
+        pattern: one for all layers, or layer name -> pattern; None: found from the zeros of each mask. If they differ,
+            the metadata has pattern "mixed", and `patterns` with the pattern of every layer as JSON.
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
     Raises:
@@ -58,7 +58,8 @@ def save_masks(
     if not Path(path).parent.is_dir():
         raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
     one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern)
-    patterns = {name: str(NMPattern.parse(one_each[name])) for name in masks}
+    found = {name: one_each.get(name) or pattern_of_zeros(name, mask) or "2:4" for name, mask in masks.items()}
+    patterns = {name: str(NMPattern.parse(each)) for name, each in found.items()}
     metadata = {
         "format": MASK_FORMAT,
         "pattern": pattern_name(patterns),

@@ -3,9 +3,11 @@
 import inspect
 import math
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -44,6 +46,16 @@ def context_length(model: nn.Module) -> float:
     return positions if positions and positions > 0 else math.inf  # some configs have -1: no limit
 
 
+def refuse_other_tokens(model: nn.Module, ids: Tensor | np.ndarray, what: str) -> None:
+    """Raises InputError if a token id, of any shape, has no row in the embedding of the model."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise InputError(
+            f"{what} from {int(ids.min())} to {int(ids.max())}, but the model has {vocabulary} tokens; use the "
+            "tokenizer of the model, and resize_token_embeddings if tokens were added to it"
+        )
+
+
 # Settings of a config with which the attention of a model is bidirectional.
 BIDIRECTIONAL = {"is_decoder": False, "causal": False, "is_causal": False, "attn_type": "bi"}
 BIDIRECTIONAL |= {"use_bidirectional_attention": True}
@@ -51,7 +63,9 @@ BIDIRECTIONAL |= {"use_bidirectional_attention": True}
 
 def refuse_not_causal(model: nn.Module, source: str) -> None:
     """Raises InputError for a model with bidirectional attention, which would see the tokens that it predicts."""
-    code = inspect.getsource(inspect.getmodule(type(model)))
+    code = "".join(map(source_of, {kind.__module__ for kind in type(model).__mro__}))
+    if model.config.is_encoder_decoder or any(kind.__name__.endswith("ForMaskedLM") for kind in type(model).__mro__):
+        raise InputError(f"{source}: {type(model).__name__} is not a decoder; give a decoder-only language model")
     for config in (model.config, model.config.get_text_config()):
         for name, value in BIDIRECTIONAL.items():
             # the code must read the setting: that of GPT-NeoX, for example, only mentions is_decoder
@@ -60,6 +74,15 @@ def refuse_not_causal(model: nn.Module, source: str) -> None:
                     f"{source}: {config.model_type} is not a causal decoder ({name} is {str(value).lower()}), so it "
                     "sees the tokens that it predicts; give a decoder-only language model"
                 )
+
+
+def source_of(module: str) -> str:
+    """The code of a module that defines models; "" for others, and for a notebook, which has no file."""
+    shared = module.startswith("transformers.") and not module.startswith("transformers.models.")
+    try:
+        return "" if shared or module.startswith("torch.") else inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return ""
 
 
 @contextmanager

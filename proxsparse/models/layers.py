@@ -43,12 +43,23 @@ def body_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Name -> every nn.Linear in the decoder blocks, in model order. Of layers that share a weight, the first one."""
-    found = {}
-    for name, module in body_modules(model).items():
-        if isinstance(module, nn.Linear):
+    """Name -> every nn.Linear in the decoder blocks, in model order. Of layers that share a weight, the first one.
+
+    The matrices of adapters (peft) are left out.
+    """
+    found, modules = {}, body_modules(model)
+    adapters = {module for layer in modules.values() for module in adapters_of(layer)}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) and module not in adapters:
             found.setdefault(id(module.weight), (name, module))
     return dict(found.values())
+
+
+def adapters_of(layer: nn.Module) -> list[nn.Module]:
+    """The modules that peft has put next to a layer, which it calls `base_layer`."""
+    if not hasattr(layer, "base_layer"):
+        return []
+    return [module for name, child in layer.named_children() if name != "base_layer" for module in child.modules()]
 
 
 def body_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -24,7 +24,8 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
     Raises:
-        InputError: no mask, or a layer that the model does not have in this shape; no weight is then changed.
+        InputError: no mask, one that is not bool, or a layer that the model does not have in this shape; no weight is
+            then changed.
     """
     if not masks:
         raise InputError("there are no masks; give those of a run")
@@ -32,6 +33,9 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
         modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise InputError(f"masks: that of layer {name} is {kind}; give a tensor of torch.bool")
         layer = modules.get(name)
         has = f"shape {list(layer.weight.shape)}" if isinstance(layer, nn.Linear) else "no such linear layer"
         if has != f"shape {list(mask.shape)}":

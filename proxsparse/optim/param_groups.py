@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxsparse.models.layers import body_weights
+from proxsparse.models.layers import body_modules, body_weights, fused_matrices
 from proxsparse.ops.prox import check_reg_lambda
 from proxsparse.ops.prox_list import prox_nm_list_
 from proxsparse.patterns import NMPattern, PatternLike
@@ -74,6 +74,13 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
             raise ValueError(
                 f"model: {type(model).__name__} has no nn.Linear in its decoder blocks, so there is nothing to prune; "
                 "for Conv1D modules, as in GPT-2, and fused experts use proxsparse.prune_"
+            )
+        fused = [
+            name for name, module in body_modules(getattr(model, "module", model)).items() if fused_matrices(module)
+        ]
+        if active and fused:
+            warnings.warn(
+                f"not pruned: {', '.join(fused)}: fused experts; to prune them, use proxsparse.prune_", stacklevel=3
             )
         for group, _ in active:
             group["prox_skip"] = [id(parameter) not in wanted for parameter in group["params"]]

@@ -320,7 +320,7 @@ BEFORE_THE_WORK = [
         "model.layers.0.self_attn.q_proj .. not positive definite .. increase damping",
     ),
     ("finetune dense --distill 0", "model.layers.0 .. is not 2:4 .. blocks have more than 2 non-zero"),
-    ("finetune 3of4 --teacher dense", "is not 2:4"),
+    ("finetune 3of4 --teacher dense --pattern 2:4", "is not 2:4"),
     ("finetune 3of4", "--teacher is missing .. --distill 0"),
     ("finetune pruned --teacher other-vocabulary", "--teacher .. vocabulary has 300 tokens"),
     (

@@ -6,6 +6,7 @@ import pickle
 from functools import partial
 
 import pytest
+import tiny_models as language_models
 import torch
 from torch import nn
 from torch.optim import AdamW
@@ -26,7 +27,7 @@ from training import (
     with_everything,
 )
 
-from proxsparse import ProxAdamW
+from proxsparse import ProxAdamW, ProxOptimizer
 from proxsparse.ops import prox_nm
 from proxsparse.patterns import NMPattern
 
@@ -360,3 +361,15 @@ def test_a_step_in_a_capture_is_refused_before_anything_changes(make, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     optimizer.step()
     assert optimizer.state
+
+
+def test_what_model_leaves_out():
+    """Adapters are not pruned, and fused experts not without a word."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(language_models.tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    with pytest.raises(ValueError, match="nothing to prune"):
+        ProxOptimizer(AdamW(trained), reg_lambda=1.0, model=adapted)
+    model = language_models.tiny_model("mixtral")
+    with pytest.warns(UserWarning, match=r"not pruned: model.layers.0.mlp.experts, .*: fused experts; .*prune_"):
+        ProxOptimizer(AdamW(model.parameters()), reg_lambda=1.0, model=model)
