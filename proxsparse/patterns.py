@@ -137,47 +137,62 @@ class NMPattern:
 PatternLike = str | NMPattern
 # The patterns of the C++ and Triton kernels, and those that a weight's zeros are compared with.
 WINDOWED = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))
-# Their block sizes are those in which a weight's zeros are counted to find its pattern, which may be another one.
+# For every block size in which the zeros of a weight are counted to find its pattern.
 PROBES = (*WINDOWED, NMPattern(14, 16))
 MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 
+def block_counts(weight: torch.Tensor) -> dict[NMPattern, list[int]]:
+    """`NMPattern.counts` of a weight [..., in_features] for those of PROBES that have blocks in it."""
+    return {probe: probe.counts(weight).tolist() for probe in PROBES if probe.fits(weight.shape[-1])}
+
+
 def pattern_of_zeros(name: str, weight: torch.Tensor) -> NMPattern | None:
-    """`pattern_of_counts` of a weight [..., in_features]; the error begins with the name."""
-    in_features = weight.shape[-1]
-    try:
-        return pattern_of_counts({p: p.counts(weight).tolist() for p in PROBES if p.fits(in_features)}, in_features)
-    except ValueError as error:
-        raise ValueError(f"{name} {error}") from error
+    """`pattern_of_counts` of a weight [..., in_features]; an error begins with the name."""
+    return pattern_of_counts(f"{name}:", block_counts(weight), weight.shape[-1])
 
 
-def pattern_of_counts(counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
-    """The pattern of the zeros of a weight, given its `NMPattern.counts` for PROBES; None: dense, or 0 everywhere.
+def pattern_of_counts(what: str, counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
+    """The pattern of the zeros of a weight, given its `block_counts`; None: it has none, as a dense weight.
 
-    It is the sparsest n:m such that no block has more than n nonzeros and most blocks with nonzeros have n; of equal
-    densities, that with the smallest m. Else, the first of WINDOWED that the zeros fit.
+    It is the `clear_pattern`; else, the first of WINDOWED that the zeros fit: weights that were kept may be 0 too.
 
     Raises:
-        ValueError: the weight is not quite one of WINDOWED: fewer blocks have more than n nonzeros than have 1 to n.
+        ValueError: most blocks have the nonzeros of one of WINDOWED, but up to a tenth have more; begins with `what`.
     """
-    clear = []
-    for probe, blocks in counts.items():
-        n = max(k for k, count in enumerate(blocks) if count or k == 0)
-        if 0 < n < probe.m and 2 * blocks[n] >= sum(blocks[1:]) and NMPattern(n, probe.m).fits(in_features):
-            clear.append(NMPattern(n, probe.m))
-    if clear:
-        return min(clear, key=lambda pattern: (pattern.density, pattern.m))
+    if pattern := clear_pattern(counts, in_features):
+        return pattern
     for pattern in filter(counts.get, WINDOWED):
         blocks = counts[pattern]
-        wrong, right = sum(blocks[pattern.n + 1 :]), sum(blocks[1 : pattern.n + 1])
-        if wrong < right:
-            if not wrong:
-                return pattern
-            raise ValueError(
-                f"is not quite {pattern}: {wrong:,} of its {sum(blocks):,} blocks have more than {pattern.n} nonzeros; "
-                f"prune it to {pattern} again"
-            )
+        wrong, nonzero = sum(blocks[pattern.n + 1 :]), sum(blocks[1:])
+        if nonzero and not wrong:
+            return pattern
+        if 0 < 10 * wrong <= nonzero <= 2 * blocks[pattern.n]:
+            raise ValueError(f"{what} {not_quite(pattern, blocks)}")
     return None
+
+
+def clear_pattern(counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
+    """The sparsest n:m such that no block has more than n nonzeros, and most blocks with nonzeros have n.
+
+    m is a block size of `counts`, of equal densities the smallest. Above 3:4, m - 1 of m do not count: one input of a
+    small dense layer may be 0 for all outputs.
+    """
+    found = []
+    for probe, blocks in counts.items():
+        n = max(k for k, count in enumerate(blocks) if count or k == 0)
+        clear = 0 < n <= max(3, probe.m - 2) and n < probe.m and 2 * blocks[n] >= sum(blocks[1:])
+        if clear and NMPattern(n, probe.m).fits(in_features):
+            found.append(NMPattern(n, probe.m))
+    return min(found, key=lambda pattern: (pattern.density, pattern.m), default=None)
+
+
+def not_quite(pattern: NMPattern, blocks: list[int]) -> str:
+    """The message for a weight with too many nonzeros in some blocks; `blocks`: its `NMPattern.counts`."""
+    return (
+        f"not quite {pattern}: {sum(blocks[pattern.n + 1 :]):,} of {sum(blocks):,} blocks have more than {pattern.n} "
+        f"nonzeros; prune it to {pattern} again, or give its pattern"
+    )
 
 
 def pattern_name(patterns: dict[str, PatternLike]) -> str:

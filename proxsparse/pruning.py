@@ -201,8 +201,8 @@ def finetune_(
         patterns = patterns_of_zeros(unfold_linears_(model), pattern, include, exclude)
         layers = prunable_layers(model, patterns) if patterns else {}
         if not layers:
-            words = "pruned; prune the model first" if pattern is None else f"{pattern}; prune it first"
-            raise InputError(f"model: no layer is {words}, or give its pattern")
+            remedy = "prune it first, or give its pattern"
+            raise InputError(f"model: no layer is {'pruned' if pattern is None else pattern}; {remedy}")
         if values["distill"]:
             if teacher is None:
                 raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")

@@ -271,7 +271,7 @@ def test_fine_tuning_refuses_a_damaged_layer(tokenizer):
     model = tiny_model("llama")
     proxsparse.prune_(model, "magnitude")
     model.model.layers[0].mlp.up_proj.weight.data[0, :4] = 1.0
-    with pytest.raises(ValueError, match=r"^model.layers.0.mlp.up_proj is not quite 2:4: 1 of its .*; prune it to 2:4"):
+    with pytest.raises(ValueError, match=r"^model.layers.0.mlp.up_proj: not quite 2:4: 1 of .*; prune it to 2:4"):
         proxsparse.finetune_(model, None, TEXTS, tokenizer, **FEW)
 
 
@@ -437,7 +437,7 @@ REFUSALS = {
     ),
     "dense": (
         lambda m, t: proxsparse.finetune_(m, None, TEXTS, t),
-        "model: no layer is pruned; prune the model first, or give its pattern",
+        "model: no layer is pruned; prune it first, or give its pattern",
     ),
     "no teacher": (tunes(distill=0.5), "teacher=None: distill=0.5 needs the dense model"),
     "teacher": (
@@ -452,7 +452,7 @@ REFUSALS = {
     "no masks": (lambda m, t: proxsparse.save_masks("none", {}), "masks={}: no layer"),
     "masks": (
         lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(1, 4, dtype=torch.bool)}),
-        "masks: layer a does not keep 2:4 in all blocks",
+        "masks: the pattern of layer a is not given, nor clear from its zeros; give pattern=",
     ),
 }
 

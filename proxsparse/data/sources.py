@@ -16,9 +16,10 @@ from proxsparse.io.model_files import is_inside
 from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
-LONGEST_NAME = 255  # characters of a source
-# Files next to those of a data set
-DESCRIPTIONS = ("readme.md", "dataset_info.json", "dataset_infos.json", "state.json")
+LONGEST_NAME = 255  # characters of a source that is not a path
+# Files that describe a data set, and are not text of it
+SAVED = ("dataset_info.json", "dataset_dict.json")  # by `save_to_disk`
+DESCRIPTIONS = ("readme.md", "dataset_infos.json", "state.json", *SAVED)
 FIRST_DOCUMENTS = 10_000  # of a data set: all that is evaluated; for calibration shuffled before the first is used
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
 # Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
@@ -92,8 +93,7 @@ def evaluation_split(source: str) -> str:
 
 def is_local(source: str) -> bool:
     """Whether the source is an existing file or folder; "c4" is a named source even if a file has that name."""
-    named = not source or len(source) > LONGEST_NAME or source in NAMED_SOURCES
-    return not named and Path(os.path.expanduser(source)).exists()
+    return bool(source) and source not in NAMED_SOURCES and os.path.exists(os.path.expanduser(source))
 
 
 def open_source(source: str, split: str) -> Rows:
@@ -109,7 +109,7 @@ def open_source(source: str, split: str) -> Rows:
 
 def check_source(source: str) -> None:
     """Raises InputError if the source looks like a file that does not exist; does not check names on the Hub."""
-    if len(source) > LONGEST_NAME or "\n" in source:
+    if not is_local(source) and (len(source) > LONGEST_NAME or "\n" in source):
         raise InputError(f"{source[:40]!r}...: a text, not the name of a source; give a list of texts")
     path = Path(source.lower())
     named_like_a_file = suffix_of(path) in FILE_READERS or path.suffix in FOREIGN_SUFFIXES
@@ -139,17 +139,20 @@ def suffix_of(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
+def is_text(file: Path) -> bool:
+    """Whether the name is that of a text file, and not of a description of a data set."""
+    return suffix_of(file) in FILE_READERS and file.name.lower() not in DESCRIPTIONS
+
+
 def text_files(path: Path) -> list[Path]:
     """The file, or the files of a folder with a known suffix, sorted by name, except those that describe a data set."""
     if not path.is_dir():
         return [path]
-    files = sorted(
-        file for file in path.iterdir() if suffix_of(file) in FILE_READERS and file.name.lower() not in DESCRIPTIONS
-    )
+    files = sorted(filter(is_text, path.iterdir()))
     if not files:
-        inner = sorted({file.parent for suffix in FILE_READERS for file in path.glob(f"*/*{suffix}")})
-        remedy = f"give {inner[0]}" if inner else f"add files in one of {', '.join(FILE_READERS)}"
-        if (path / "dataset_info.json").exists():
+        inner = sorted({file.parent for file in path.glob("[!.]*/*") if is_text(file)})
+        remedy = f"give {inner[0]}" if inner else f"add files in one of {', '.join(FILE_READERS)}, except README.md"
+        if any((path / name).exists() for name in SAVED):
             remedy = "it is a data set of save_to_disk; write it with to_parquet, or give prune_ the data set itself"
         raise InputError(f"{path}: no text file in this folder; {remedy}")
     if others := [file for file in files if not (file.is_file() and is_inside(file, path))]:  # a pipe would block

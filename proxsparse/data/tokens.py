@@ -132,8 +132,10 @@ def tokens_of(texts: list[str], tokenizer, longest: int, at_once: int, with_eos:
     eos = tokenizer.eos_token_id if with_eos else None
     for start in range(0, len(texts), at_once):
         side, tokenizer.truncation_side = getattr(tokenizer, "truncation_side", "right"), "right"
-        found = tokenizer(texts[start : start + at_once], truncation=True, max_length=longest)["input_ids"]
-        tokenizer.truncation_side = side
+        try:
+            found = tokenizer(texts[start : start + at_once], truncation=True, max_length=longest)["input_ids"]
+        finally:
+            tokenizer.truncation_side = side
         for tokens in found:
             if len(tokens) >= 2:
                 yield tokens if eos in (None, tokens[-1]) else [*tokens, eos]

@@ -11,7 +11,7 @@ from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.packed_checkpoint import PARTS
 from proxsparse.models.layers import is_selected
 from proxsparse.models.unfold_linears import unfolded_layers
-from proxsparse.patterns import FLOAT_DTYPES, WINDOWED, NMPattern, pattern_of_zeros
+from proxsparse.patterns import FLOAT_DTYPES, WINDOWED, NMPattern, block_counts, clear_pattern
 from proxsparse.reference.quantize import CODES, check_values
 from proxsparse.runtime.progress import phase
 
@@ -86,14 +86,14 @@ def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[N
     else:
         if not weight.isfinite().all():
             return "its weight contains NaN or infinity; load it again", True
-        if has_clear_pattern(weight):
-            return f"its pattern is {pattern_of_zeros('', weight)}; prune it to {PATTERNS}", True
+        if pattern := clear_pattern(block_counts(weight), weight.shape[-1]):
+            return f"its pattern is {pattern}; prune it to one of {PATTERNS}", pattern.density <= WINDOWED[-1].density
         almost = [row for row in tried if 2 * row[1] <= row[2]]
         pattern, wrong, blocks, _ = (almost or tried)[0]
         return not_pruned(pattern, wrong, blocks), bool(almost)
     # a damaged 2:4 layer may fit 6:8, which takes more memory; 4:8 also does, and few of its blocks are not 4:6
     damaged = [row for row in tried if 10 * row[1] <= row[3]]
-    if damaged and not has_clear_pattern(weight):
+    if damaged and not clear_pattern(block_counts(weight), weight.shape[-1]):
         return not_pruned(*damaged[0][:3]), True
     if bits in CODES:
         try:
@@ -101,14 +101,6 @@ def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[N
         except ValueError as error:
             return str(error), True
     return pattern, False
-
-
-def has_clear_pattern(weight: Tensor) -> bool:
-    """Whether the zeros have a pattern, which may be one that cannot be packed, such as 4:8."""
-    try:
-        return pattern_of_zeros("", weight) is not None
-    except ValueError:
-        return False
 
 
 def not_pruned(pattern: NMPattern, wrong: int, blocks: int) -> str:

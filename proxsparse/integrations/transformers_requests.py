@@ -17,7 +17,7 @@ def is_number(value, low: float, high: float, kind=int | float) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
 
 
-# What follows returns the test of a field, and its words.
+# Each of these returns the test of a field, and the words for what passes it.
 
 
 def number(low: float, high: float) -> tuple[Callable, str]:

@@ -117,7 +117,7 @@ class HoldMasksCallback(TrainerCallback):
     """
 
     def __init__(self, pattern: PatternLike | None = None):
-        self.pattern, self.held = pattern and NMPattern.parse(pattern), None
+        self.pattern, self.held = None if pattern is None else NMPattern.parse(pattern), None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
         """Holds the masks of the optimizer that Trainer has prepared; a checkpoint has been loaded by now."""

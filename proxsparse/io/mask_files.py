@@ -11,7 +11,7 @@ from torch import Tensor
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import atomic_write
 from proxsparse.io.output_folder import MASKS
-from proxsparse.patterns import MIXED, NMPattern, PatternLike, pattern_name, pattern_of_zeros
+from proxsparse.patterns import MIXED, NMPattern, PatternLike, block_counts, clear_pattern, pattern_name
 
 MASK_FORMAT = "proxsparse-masks-1"
 BASE = ("base_model", "base_revision", "base_weights_sha256")  # what a file says of its base model
@@ -57,9 +57,15 @@ def save_masks(
         raise InputError("masks={}: no layer; give the masks of prune_")
     if not Path(path).parent.is_dir():
         raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
+    if pattern is None:
+        pattern = {name: clear_pattern(block_counts(mask), mask.shape[-1]) for name, mask in masks.items()}
     one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern)
-    found = {name: one_each.get(name) or pattern_of_zeros(name, mask) or "2:4" for name, mask in masks.items()}
-    patterns = {name: str(NMPattern.parse(each)) for name, each in found.items()}
+    for name in masks:
+        if one_each.get(name) is None:
+            raise InputError(
+                f"masks: the pattern of layer {name} is not given, nor clear from its zeros; give pattern="
+            )
+    patterns = {name: str(NMPattern.parse(one_each[name])) for name in masks}
     metadata = {
         "format": MASK_FORMAT,
         "pattern": pattern_name(patterns),

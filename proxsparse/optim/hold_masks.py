@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from proxsparse.ops import nm_mask
 from proxsparse.optim.param_groups import pruned_parameters, splits_blocks
-from proxsparse.patterns import PROBES, WINDOWED, NMPattern, PatternLike, pattern_of_counts
+from proxsparse.patterns import PROBES, WINDOWED, NMPattern, PatternLike, clear_pattern, not_quite, pattern_of_counts
 from proxsparse.reference.quantize import INTEGERS
 from proxsparse.runtime.sharding import local
 
@@ -33,20 +33,20 @@ def hold_masks_(optimizer: Optimizer, pattern: PatternLike | None = None) -> "He
     Args:
         optimizer: any torch.optim.Optimizer, or accelerate's wrapper of one. With several processes, call this in all
             of them, after `accelerator.prepare` or `fully_shard`.
-        pattern: "N:M", the largest pattern of the parameters; None: any.
+        pattern: "N:M", the densest pattern of the parameters; None: found from the zeros of each.
     Returns:
         a handle, whose `remove()` removes the hooks.
     Raises:
         TypeError: optimizer is not a torch optimizer.
-        ValueError: no parameter is pruned; a parameter is not quite 2:4 (or 4:6, 6:8, 8:10), because fewer blocks have
-            more than 2 nonzeros than have 1 or 2; a parameter keeps more than `pattern`; FSDP1, or shards that split
-            blocks.
+        ValueError: no parameter is pruned; a parameter is not quite N:M, because fewer blocks have more than N nonzeros
+            than have 1 to N (without `pattern`: not quite 2:4, 4:6, 6:8 or 8:10, in a tenth of its blocks at most); a
+            parameter is n:M with N < n < M; FSDP1, or shards that split blocks.
     """
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # accelerate's wrapper has no hooks
         optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer ({REMEDY})")
-    return HeldMasks(optimizer, pattern and NMPattern.parse(pattern))
+    return HeldMasks(optimizer, None if pattern is None else NMPattern.parse(pattern))
 
 
 class HeldMasks:
@@ -135,28 +135,35 @@ def clear_(tensor: Tensor, kept: Tensor) -> None:
 
 def find_mask(parameter: Tensor, largest: NMPattern | None, name: str) -> Tensor | None:
     """The mask of the rows of this process; None if the parameter is not held. Raises as `hold_masks_`."""
-    needed = largest or WINDOWED[0]
-    group = {"params": [parameter], "reg_lambda": 1.0, "pattern": needed}
-    cut = parameter.ndim >= 2 and not needed.fits(parameter.shape[-1])
-    if cut or not parameter.is_floating_point() or not list(pruned_parameters(group)):  # refuses flat parameters
+    limit = largest or WINDOWED[0]
+    group = {"params": [parameter], "reg_lambda": 1.0, "pattern": limit}
+    no_blocks = parameter.ndim >= 2 and not limit.fits(parameter.shape[-1])
+    if no_blocks or not parameter.is_floating_point() or not list(pruned_parameters(group)):  # refuses flat parameters
         return None
-    what, in_features = f"parameter {name}, of shape {list(parameter.shape)},", parameter.shape[-1]
-    probes = [
-        probe
-        for probe in dict.fromkeys([*PROBES, needed])
-        if probe.fits(in_features) and not splits_blocks(parameter, probe)
-    ]
-    try:
-        pattern = pattern_of_counts({probe: counts_of(parameter, probe) for probe in probes}, in_features)
-    except ValueError as error:
-        raise ValueError(f"{what} {error}") from error
-    if pattern is None:
-        return None
-    if largest and largest.density < pattern.density:
-        raise ValueError(
-            f'{what} is {pattern}, not {largest}; pass pattern="{pattern}", or prune it to {largest} first'
-        )
-    return nm_mask(local(parameter).abs(), pattern)
+    what, in_features = f"parameter {name}, of shape {list(parameter.shape)}, is", parameter.shape[-1]
+    probes = [probe for probe in PROBES if probe.fits(in_features) and not splits_blocks(parameter, probe)]
+    counts = {probe: counts_of(parameter, probe) for probe in probes}
+    if largest is None:
+        pattern = pattern_of_counts(what, counts, in_features)
+    else:
+        pattern = clear_pattern(counts, in_features)
+        if pattern is None or pattern.density > largest.density:
+            pattern = pattern_within(largest, what, counts_of(parameter, largest))
+    return pattern and nm_mask(local(parameter).abs(), pattern)
+
+
+def pattern_within(largest: NMPattern, what: str, blocks: list[int]) -> NMPattern | None:
+    """n:M, n the largest number of nonzeros in a block of M; None: dense, or 0 everywhere. Raises as `hold_masks_`.
+
+    `blocks`: `NMPattern.counts` for `largest`, N:M.
+    """
+    n = max(k for k, count in enumerate(blocks) if count or k == 0)
+    if 0 < sum(blocks[largest.n + 1 :]) < sum(blocks[1 : largest.n + 1]):
+        raise ValueError(f"{what} {not_quite(largest, blocks)}")
+    if largest.n < n < largest.m:
+        pattern = f"{n}:{largest.m}"
+        raise ValueError(f'{what} {pattern}, not {largest}; pass pattern="{pattern}", or prune it to {largest} first')
+    return NMPattern(n, largest.m) if 0 < n < largest.m else None
 
 
 def counts_of(parameter: Tensor, pattern: NMPattern) -> list[int]:

@@ -39,7 +39,7 @@ class ModelArgs:
 class PrunedModelArgs(ModelArgs):
     """The pruned model and its teacher."""
 
-    pattern: str | None = flag(None, "N:M of the pruned layers; default: that in masks.safetensors, else 2:4")
+    pattern: str | None = flag(None, "N:M of the pruned layers; default: those in masks.safetensors, else of the zeros")
     teacher: str | None = flag(
         None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned"
     )

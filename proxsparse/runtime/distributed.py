@@ -113,7 +113,7 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
     dist.broadcast_object_list(answer, group=group)
     if answer[1]:
         dist.barrier(group)  # a process that ends now closes connections on which others may still be reading
-        raise SystemExit(2) if error is None else error  # rank zero prints the reason
+        raise error or SystemExit(2)  # rank zero prints the reason
     return answer[0]
 
 

@@ -55,8 +55,8 @@ class LayersSample:
 class MaskMonitor:
     """Observes a sample of the learned weights: share of N:M blocks, mask changes, distance from W0.
 
-    Everything is computed on the device of the weights, for all
-    layers of a kind at once, because a small operation costs a GPU's host more time than the GPU.
+    Everything is computed on the device of the weights, for all layers of a kind at once, because a small operation
+    costs a GPU's host more time than the GPU.
     """
 
     def __init__(self, learned: Iterable[LearnableLayer], steps: int):

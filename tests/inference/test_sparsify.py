@@ -88,7 +88,7 @@ def test_patterns_that_are_packed_as_a_larger_one_or_refused():
     """Every block of 4:8 is 6:8, although most of its blocks of 6 are 4:6."""
     model = sparsify_(two_layers(pruned=pruned_linear(64, 96, pattern="4:8")))
     assert str(model.pruned.pattern) == "6:8"
-    with pytest.raises(ValueError, match=r"pruned: its pattern is 8:16; prune it to 2:4 or 4:6"):
+    with pytest.raises(ValueError, match=r"pruned: its pattern is 8:16; prune it to one of 2:4 or 4:6"):
         sparsify_(two_layers(pruned=pruned_linear(64, 96, pattern="8:16")))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from training import flat, loss_of, pruned_model, tiny_model, train
 
-from proxsparse import ProxAdamW, ProxOptimizer, hold_masks_, nm_mask
+from proxsparse import NMPattern, ProxAdamW, ProxOptimizer, hold_masks_, nm_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
 
@@ -359,6 +359,27 @@ def test_each_parameter_keeps_its_own_pattern(largest):
     assert_held(masks, optimizer)
 
 
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10"])
+@pytest.mark.parametrize("given", [False, True])
+def test_kept_weights_that_are_zero_too_change_no_pattern(pattern, given):
+    model = nn.Sequential(nn.Linear(240, 240))
+    with torch.no_grad():
+        mask = nm_mask(model[0].weight.abs(), pattern)
+        zeros = torch.rand(240, 240) < 0.2
+        model[0].weight.masked_fill_(~mask | zeros, 0)
+    handle = hold_masks_(optim.SGD(model.parameters()), pattern if given else None)
+    found = handle.masks[model[0].weight]
+    assert NMPattern.parse(pattern).is_mask(found)
+    assert found[mask & ~zeros].all()
+
+
+@pytest.mark.parametrize("density", [0.3, 0.5, 0.8])
+def test_unstructured_zeros_are_no_pattern(density):
+    model = pruned_model()
+    free = nn.Parameter(torch.randn(240, 240) * (torch.rand(240, 240) < density))
+    assert hold_masks_(adamw([free, *model.parameters()])).masks[free] is None
+
+
 def damaged(wrong: int, nonzeros: int) -> nn.Sequential:
     """A few blocks with too many nonzeros must not make the layer dense, or 3:4."""
     model = pruned_model()
@@ -366,7 +387,7 @@ def damaged(wrong: int, nonzeros: int) -> nn.Sequential:
     return model
 
 
-DAMAGED = r"parameter 0 of group 0, of shape \[24, 8\], is not quite 2:4: {} of its 48 blocks have more than 2"
+DAMAGED = r"parameter 0 of group 0, of shape \[24, 8\], is not quite 2:4: {} of 48 blocks have more than 2"
 
 
 @pytest.mark.parametrize(
