@@ -73,12 +73,11 @@ def register_layer_method(
 ):
     """Decorator: registers a function that prunes one layer; it is called for every layer in model order.
 
-    prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if unchanged)
+        prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if unchanged)
 
-    weight: [out_features, in_features]
-    statistics: of the layer's calibration inputs, an instance of the class given here, see `walk`; None without a
-        class, and the method needs no data
-    mask: bool, the shape of `weight`; new weight: the same shape, in the dtype of the computation
+    `weight` is [out_features, in_features]. `statistics` is an instance of the class given here, of the layer's
+    calibration inputs, see `walk`; None without a class, and the method needs no data. The mask is bool, and the new
+    weight is in the dtype of the computation; both have the shape of `weight`.
     """
 
     def add(prune_layer: Callable) -> Callable:
