@@ -408,8 +408,8 @@ REFUSALS = {
     "long text": (prunes("wanda", "word " * 99), "a text, not the name of a source; give a list of texts"),
     "none": (prunes("wanda", [None]), "data: an item of type NoneType"),
     "name of a teacher": (tunes(lambda m: "gpt2"), "teacher='gpt2': give the dense model"),
-    "masked": (lambda m, t: proxsparse.perplexity(masked_encoder(), t, TEXTS), "is not a decoder"),
-    "encoder and decoder": (lambda m, t: proxsparse.prune_(with_a_decoder(), "magnitude"), "is not a decoder"),
+    "masked": (lambda m, t: proxsparse.perplexity(masked_encoder(), t, TEXTS), "is not a causal decoder"),
+    "encoder and decoder": (lambda m, t: proxsparse.prune_(with_a_decoder(), "magnitude"), "is not a causal decoder"),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
         "masks: that of layer model.layers.0.mlp.up_proj is torch.uint8; give a tensor of torch.bool",
