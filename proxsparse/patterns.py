@@ -135,9 +135,9 @@ class NMPattern:
 
 
 PatternLike = str | NMPattern
-# The patterns of the C++ and Triton kernels, and those that a weight's zeros are compared with.
+# The patterns of the C++ and Triton kernels.
 WINDOWED = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))
-# For every block size in which the zeros of a weight are counted to find its pattern.
+# One pattern for each block size in which the zeros of a weight are counted, to find the pattern of the weight.
 PROBES = (*WINDOWED, NMPattern(14, 16))
 MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
@@ -175,8 +175,8 @@ def pattern_of_counts(what: str, counts: dict[NMPattern, list[int]], in_features
 def clear_pattern(counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
     """The sparsest n:m such that no block has more than n nonzeros, and most blocks with nonzeros have n.
 
-    m is a block size of `counts`, of equal densities the smallest. Above 3:4, m - 1 of m do not count: one input of a
-    small dense layer may be 0 for all outputs.
+    m is a block size of `counts`; of equal densities, the smallest. 5:6, 7:8, 9:10 and 15:16 do not count: a small
+    dense layer has them if it ignores one of its inputs.
     """
     found = []
     for probe, blocks in counts.items():

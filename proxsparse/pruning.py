@@ -207,9 +207,7 @@ def finetune_(
             if teacher is None:
                 raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")
             if not isinstance(teacher, nn.Module):
-                raise InputError(
-                    f"teacher={teacher!r}: give the dense model, such as AutoModelForCausalLM.from_pretrained"
-                )
+                raise InputError(f"teacher={teacher!r}: not a model; give the dense model, loaded as `model` is")
             if {*map(id, model.parameters())} & {*map(id, teacher.parameters())}:
                 raise InputError("teacher: shares weights with the model, which change; load the dense model again")
             refuse_other_vocabulary(model, teacher, "teacher")

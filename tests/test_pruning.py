@@ -1,6 +1,5 @@
 """The Python front door: prune_, finetune_, perplexity, save_masks, load_masks, apply_masks_."""
 
-import copy
 import itertools
 import json
 import os
@@ -9,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from front_door import FEW, TEXTS, TOKENS, weights_of
 from pruned import prune_ as prune_by_magnitude
 from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,8 +22,6 @@ from proxsparse.runtime.signals import SIGNALS
 from proxsparse.training import loop
 from proxsparse.training.mask_monitor import MaskMonitor
 
-TEXTS = [f"Document {i}. The quick brown fox jumps over the lazy dog. " * 3 for i in range(20)]
-TOKENS = [torch.arange(i, i + 32) for i in range(8)]
 FORMS = {
     "source": "builtin",
     "texts": TEXTS,
@@ -37,7 +35,6 @@ FORMS = {
     "loader": DataLoader(TensorDataset(torch.stack(TOKENS)), batch_size=2),
     "loader of dicts": DataLoader([{"input_ids": ids} for ids in TOKENS], batch_size=2),
 }
-FEW = {"num_samples": 4, "seq_len": 32}
 
 
 @pytest.fixture
@@ -48,10 +45,6 @@ def model():
 @pytest.fixture(scope="module")
 def tokenizer():
     return byte_tokenizer()
-
-
-def weights_of(model):
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
 def assert_pruned(model, masks, before=None):
@@ -310,165 +303,3 @@ def test_a_class_without_a_file_is_pruned(model):
     exec("class Own(base): pass", scope)
     model.__class__ = scope["Own"]
     assert_pruned(model, proxsparse.prune_(model, "magnitude"))
-
-
-def masked_encoder():
-    from transformers import DistilBertConfig, DistilBertForMaskedLM
-
-    return DistilBertForMaskedLM(DistilBertConfig(vocab_size=260, dim=32, hidden_dim=64, n_layers=1, n_heads=2))
-
-
-def with_a_decoder():
-    from transformers import M2M100Config, M2M100ForConditionalGeneration
-
-    sizes = {f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
-    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    return M2M100ForConditionalGeneration(M2M100Config(vocab_size=260, d_model=32, **sizes))
-
-
-def enlarged(tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens([f"<{number}>" for number in range(9)])
-    return tokenizer
-
-
-def encoder():
-    from transformers import BertConfig, BertLMHeadModel
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertLMHeadModel(BertConfig(vocab_size=260, **sizes))
-
-
-def with_adapter(model):
-    import peft
-
-    return peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
-
-
-def offloaded(model):
-    with torch.device("meta"):
-        return type(model)(model.config)
-
-
-def without_layers(model):
-    for block in model.model.layers:
-        block.self_attn = block.mlp = torch.nn.Identity()
-    return model
-
-
-def prunes(method, *data, tokenizer=True, **options):
-    """A call of prune_ with the model of the test, and with its tokenizer unless tokenizer=False."""
-    return lambda m, t: proxsparse.prune_(m, method, *data, tokenizer=t if tokenizer else None, **options)
-
-
-def tunes(teacher=lambda m: None, **options):
-    """A call of finetune_ with the model of the test, pruned."""
-    return lambda m, t: proxsparse.finetune_(prune_by_magnitude(m), teacher(m), TEXTS, t, **options)
-
-
-REFUSALS = {
-    "no data": (prunes("proxsparse"), "data=None: method 'proxsparse' needs calibration text"),
-    "no form": (prunes("wanda", 5), "data=5: give the name of a source"),
-    "no directory": (lambda m, t: proxsparse.save_masks("none/m", {"a": TOKENS[0]}), "there is no directory none"),
-    "empty": (prunes("wanda", []), "data: it is empty"),
-    "no tokenizer": (prunes("wanda", TEXTS, tokenizer=False), "tokenizer=None: texts need the tokenizer"),
-    "mixed": (prunes("wanda", ["a", 1]), "data: 1 is not text"),
-    "no file": (prunes("wanda", "none.txt"), "'none.txt': no such file"),
-    "no input_ids": (prunes("wanda", [{"ids": 1}], tokenizer=False), "a dict with ids, without input_ids"),
-    "floats": (prunes("wanda", [torch.rand(3)], tokenizer=False), "input_ids are torch.float32 [3]"),
-    "mask": (
-        prunes("wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3)}], tokenizer=False),
-        "attention_mask is [1, 3], input_ids are [1, 32]",
-    ),
-    "one token": (prunes("proxsparse", [torch.tensor([5])]), "data: no sample has a token to predict"),
-    "long tokens": (
-        prunes("wanda", [torch.ones(200).long()]),
-        "data: a sample has 200 tokens, the model's context length is 128; give seq_len",
-    ),
-    "foreign tokens": (
-        prunes("wanda", [torch.tensor([1, 5000])], tokenizer=False),
-        "token ids from 1 to 5000, but the model has 260 tokens",
-    ),
-    "foreign labels": (
-        prunes("wanda", [{"input_ids": TOKENS[0], "labels": TOKENS[0] + 999}], tokenizer=False),
-        "data: labels from",
-    ),
-    "enlarged tokenizer": (
-        lambda m, t: proxsparse.prune_(m, "wanda", ["a <8> b" * 9], enlarged(t), **FEW),
-        "the calibration text has token ids from",
-    ),
-    "enlarged tokenizer, perplexity": (
-        lambda m, t: proxsparse.perplexity(m, enlarged(t), ["a <8> b" * 9], seq_len=16),
-        "the evaluation text has token ids from",
-    ),
-    "name of a tokenizer": (
-        lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, "gpt2"),
-        "give AutoTokenizer.from_pretrained('gpt2')",
-    ),
-    "long text": (prunes("wanda", "word " * 99), "a text, not the name of a source; give a list of texts"),
-    "none": (prunes("wanda", [None]), "data: an item of type NoneType"),
-    "name of a teacher": (tunes(lambda m: "gpt2"), "teacher='gpt2': give the dense model"),
-    "masked": (lambda m, t: proxsparse.perplexity(masked_encoder(), t, TEXTS), "is not a causal decoder"),
-    "encoder and decoder": (lambda m, t: proxsparse.prune_(with_a_decoder(), "magnitude"), "is not a causal decoder"),
-    "bytes as masks": (
-        lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
-        "masks: that of layer model.layers.0.mlp.up_proj is torch.uint8; give a tensor of torch.bool",
-    ),
-    "method": (prunes("wandb", TEXTS), "method 'wandb': no such method; choose from"),
-    "option": (prunes("sparsegpt", TEXTS, dampng=1), "method 'sparsegpt' has no option 'dampng'; its options: damping"),
-    "type": (prunes("sparsegpt", TEXTS, damping="0.1"), "damping='0.1': must be of type"),
-    "expression": (prunes("magnitude", include="mlp"), "include='mlp': must be of type list"),
-    "seed": (prunes("wanda", TEXTS, seed=-1), "seed -1: must be between 0 and"),
-    "text": (prunes("wanda", TEXTS, num_samples="8"), "num_samples='8': must be of type"),
-    "batches": (
-        prunes("proxsparse", TEXTS, gradient_accumulation_steps=99),
-        "gradient_accumulation_steps 99: a step on 1 processes needs 99 batches",
-    ),
-    "pattern": (prunes("magnitude", pattern="2:3"), "multiple of 3 for 2:3 blocks"),
-    "unknown layer": (prunes("magnitude", pattern={"lm_head": "2:4"}), "layer lm_head: no such nn.Linear to prune"),
-    "no layer": (lambda m, t: proxsparse.prune_(without_layers(tiny_model("llama"))), "no layer to prune: 0 nn.Linear"),
-    "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),
-    "encoder": (lambda m, t: proxsparse.prune_(encoder(), "magnitude"), "is not a causal decoder"),
-    "adapters": (lambda m, t: proxsparse.prune_(with_adapter(m), "magnitude"), "model: has adapters of peft"),
-    "offloaded": (lambda m, t: proxsparse.prune_(offloaded(m), "magnitude"), "model: has weights that are offloaded"),
-    "packed": (
-        lambda m, t: proxsparse.prune_(proxsparse.sparsify_(prune_by_magnitude(tiny_model("llama"))), "magnitude"),
-        "give the dense model (to unpack a packed one: proxsparse.inference.convert.unsparsify_)",
-    ),
-    "dense": (
-        lambda m, t: proxsparse.finetune_(m, None, TEXTS, t),
-        "model: no layer is pruned; prune it first, or give its pattern",
-    ),
-    "no teacher": (tunes(distill=0.5), "teacher=None: distill=0.5 needs the dense model"),
-    "teacher": (
-        tunes(lambda m: tiny_model("llama", vocab_size=300)),
-        "teacher: its vocabulary has 300 tokens, that of the model 260",
-    ),
-    "shared teacher": (
-        tunes(copy.copy),
-        "teacher: shares weights with the model, which change; load the dense model again",
-    ),
-    "perplexity": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, seq_len=1), "seq_len 1: must be at least 2"),
-    "no masks": (lambda m, t: proxsparse.save_masks("none", {}), "masks={}: no layer"),
-    "masks": (
-        lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(1, 4, dtype=torch.bool)}),
-        "masks: the pattern of layer a is not given, nor clear from its zeros; give pattern=",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_refusals_name_the_argument_and_leave_the_model(call, message, model, tokenizer):
-    before = weights_of(model)
-    with pytest.raises(InputError) as raised:
-        call(model, tokenizer)
-    assert message in str(raised.value)
-    assert "--" not in str(raised.value)
-    after = weights_of(model)
-    assert "teacher" in message or all(torch.equal(after[name], weight) for name, weight in before.items())
-
-
-def test_a_process_group_is_refused(model, monkeypatch):
-    monkeypatch.setattr("proxsparse.pruning.world_size", lambda: 2)
-    with pytest.raises(InputError, match="runs in one process, not in a process group of 2"):
-        proxsparse.prune_(model, "magnitude")

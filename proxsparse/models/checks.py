@@ -66,11 +66,11 @@ BIDIRECTIONAL |= {"use_bidirectional_attention": True}
 
 def refuse_not_causal(model: nn.Module, source: str) -> None:
     """Raises InputError for a model with bidirectional attention, which would see the tokens that it predicts."""
-    code = "".join(map(source_of, {kind.__module__ for kind in type(model).__mro__}))
-    if model.config.is_encoder_decoder or any(kind.__name__.endswith("ForMaskedLM") for kind in type(model).__mro__):
-        raise InputError(
-            f"{source}: {type(model).__name__} is not a causal decoder; give a decoder-only language model"
-        )
+    kinds = type(model).__mro__
+    masked = any(kind.__name__.endswith("ForMaskedLM") for kind in kinds)
+    if masked or getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(f"{source}: {kinds[0].__name__} is not a causal decoder; give a decoder-only language model")
+    code = "".join(map(source_of, {kind.__module__ for kind in kinds}))
     for config in (model.config, model.config.get_text_config()):
         for name, value in BIDIRECTIONAL.items():
             # the code must read the setting: that of GPT-NeoX, for example, only mentions is_decoder

@@ -148,7 +148,7 @@ def find_mask(parameter: Tensor, largest: NMPattern | None, name: str) -> Tensor
     else:
         pattern = clear_pattern(counts, in_features)
         if pattern is None or pattern.density > largest.density:
-            pattern = pattern_within(largest, what, counts_of(parameter, largest))
+            pattern = pattern_within(largest, what, counts.get(largest) or counts_of(parameter, largest))
     return pattern and nm_mask(local(parameter).abs(), pattern)
 
 

@@ -80,7 +80,9 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
         ]
         if active and fused:
             warnings.warn(
-                f"not pruned: {', '.join(fused)}: fused experts; to prune them, use proxsparse.prune_", stacklevel=3
+                f"not pruned: {len(fused)} modules with fused experts, such as {fused[0]}; to prune them, use "
+                "proxsparse.prune_",
+                stacklevel=3,
             )
         for group, _ in active:
             group["prox_skip"] = [id(parameter) not in wanted for parameter in group["params"]]

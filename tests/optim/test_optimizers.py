@@ -371,5 +371,5 @@ def test_what_model_leaves_out():
     with pytest.raises(ValueError, match="nothing to prune"):
         ProxOptimizer(AdamW(trained), reg_lambda=1.0, model=adapted)
     model = language_models.tiny_model("mixtral")
-    with pytest.warns(UserWarning, match=r"not pruned: model.layers.0.mlp.experts, .*: fused experts; .*prune_"):
+    with pytest.warns(UserWarning, match=r"not pruned: \d modules with fused experts, such as model.layers.0"):
         ProxOptimizer(AdamW(model.parameters()), reg_lambda=1.0, model=model)

@@ -31,6 +31,21 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
         optimizer.step()
 
 
+def masks_of(model: nn.Sequential) -> dict[nn.Parameter, torch.Tensor]:
+    return {p: p.detach() != 0 for p in model.parameters() if p.ndim == 2}
+
+
+def assert_held(masks: dict[nn.Parameter, torch.Tensor], optimizer: Optimizer | None = None) -> None:
+    """Pruned weights are +0.0, with zero gradients and moments; all kept weights are nonzero."""
+    for weight, kept in masks.items():
+        assert torch.equal(weight != 0, kept)
+        assert not weight[~kept].signbit().any(), "+0.0"
+        state = optimizer.state.get(weight, {}).values() if optimizer else ()
+        for value in [*state, weight.grad]:
+            if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+                assert not value[~kept].any()
+
+
 def weights(model: nn.Module) -> list[torch.Tensor]:
     """Copies of all parameters; sharded ones are gathered."""
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
