@@ -179,7 +179,10 @@ def download(name: str) -> str:
 def read_config(folder: Path):
     """The config of a checkpoint, an object of transformers. Raises InputError if it cannot be read."""
     with one_line(str(folder / "config.json"), "give the folder of a causal language model"):
-        return import_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = import_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for part in (config, config.get_text_config()):  # transformers fails with tuples, and does not save such a config
+        part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
+    return config
 
 
 def auto_class(config) -> type:

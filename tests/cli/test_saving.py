@@ -316,6 +316,15 @@ def test_pack_says_why_a_layer_cannot_be_packed(tmp_path):
         pack.main([str(run), "--output_dir", str(tmp_path / "packed")])
 
 
+@pytest.mark.parametrize("name", ["return_dict", "output_attentions", "output_hidden_states"])
+def test_settings_of_the_outputs_in_config_json_are_ignored(name, tmp_path, text_file):
+    """With them transformers fails in its own forward pass, or only when it saves the model."""
+    default = getattr(transformers.PretrainedConfig(), name)
+    model = rewrite(save_tiny_model("llama", tmp_path / "model"), dict, **{name: not default})
+    run = pruned(model, tmp_path / "run", "--method", "wanda", "--data", text_file, "--num_samples", 8)
+    assert getattr(loaded(run).config, name) == default
+
+
 LOSSES = {
     "missing": lambda tensors: tensors.popitem() and tensors,
     "has shape": lambda tensors: tensors | {"model.norm.weight": torch.ones(31).bfloat16()},
