@@ -155,25 +155,33 @@ def pattern_of_zeros(name: str, weight: torch.Tensor) -> NMPattern | None:
 def pattern_of_counts(what: str, counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
     """The pattern of the zeros of a weight, given its `block_counts`; None: it has none, as a dense weight.
 
-    It is the `clear_pattern`; else, the first of WINDOWED that the zeros fit: weights that were kept may be 0 too.
+    It is the `clear_pattern`; else, the first of WINDOWED that the zeros fit: weights that were kept may be 0 too. As
+    8:32, for example, may fit it by chance, a tenth of the blocks with nonzeros must have n.
 
     Raises:
-        ValueError: most blocks have the nonzeros of one of WINDOWED, but up to a tenth have more; begins with `what`.
+        ValueError: most blocks have the nonzeros of one of WINDOWED, but up to a tenth have more; or there are as many
+            zeros as in 2:4, but no pattern is clear. Begins with `what`.
     """
     if pattern := clear_pattern(counts, in_features):
         return pattern
+    unclear = ValueError(f"{what} sparse, but its pattern is not clear from its zeros; give it, or leave it out")
     for pattern in filter(counts.get, WINDOWED):
         blocks = counts[pattern]
         wrong, nonzero = sum(blocks[pattern.n + 1 :]), sum(blocks[1:])
         if nonzero and not wrong:
-            return pattern
+            if nonzero <= 10 * blocks[pattern.n]:
+                return pattern
+            raise unclear
         if 0 < 10 * wrong <= nonzero <= 2 * blocks[pattern.n]:
             raise ValueError(f"{what} {not_quite(pattern, blocks)}")
+    weights = {probe: sum(k * count for k, count in enumerate(blocks)) for probe, blocks in counts.items()}
+    if any(weights.values()) and all(2 * kept <= probe.m * sum(counts[probe][1:]) for probe, kept in weights.items()):
+        raise unclear
     return None
 
 
 def clear_pattern(counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
-    """The sparsest n:m such that no block has more than n nonzeros, and most blocks with nonzeros have n.
+    """The sparsest n:m such that no block has more than n nonzeros, most have some, and most of these have n.
 
     m is a block size of `counts`; of equal densities, the smallest. 5:6, 7:8, 9:10 and 15:16 do not count: a small
     dense layer has them if it ignores one of its inputs.
@@ -182,7 +190,8 @@ def clear_pattern(counts: dict[NMPattern, list[int]], in_features: int) -> NMPat
     for probe, blocks in counts.items():
         n = max(k for k, count in enumerate(blocks) if count or k == 0)
         clear = 0 < n <= max(3, probe.m - 2) and n < probe.m and 2 * blocks[n] >= sum(blocks[1:])
-        if clear and NMPattern(n, probe.m).fits(in_features):
+        # 1:32 leaves half of the blocks of 16 empty
+        if clear and 2 * blocks[0] < sum(blocks) and NMPattern(n, probe.m).fits(in_features):
             found.append(NMPattern(n, probe.m))
     return min(found, key=lambda pattern: (pattern.density, pattern.m), default=None)
 

@@ -78,8 +78,8 @@ def prune_(
     `save_pretrained` writes as before: create optimizers and hooks after this call.
 
     Args:
-        model: a decoder-only model of transformers, on its device, in float32, bfloat16 or float16. bfloat16 weights
-            are learned with stochastic rounding.
+        model: a decoder-only model of transformers, on its device, in float64, float32, bfloat16 or float16. bfloat16
+            weights are learned with stochastic rounding.
         method: magnitude, wanda, sparsegpt, admm, swap, maskllm or proxsparse (which learns the masks).
         data: calibration text, not needed for magnitude: the name of a source ("c4", "wikitext2", "builtin", a data set
             of the Hub, a file); texts, or dicts with a text, such as a Dataset; token tensors int64 [T] or [B, T], or
@@ -105,7 +105,7 @@ def prune_(
         InputError: a ValueError whose message names the argument: an unknown method or option, a value out of range,
             data of another form, no layer to prune, weights that are NaN.
     """
-    with arguments_in_errors():
+    with arguments_in_errors(), own_random_numbers():
         chosen, allocated = get_method(method), get_allocation(allocation)
         known = {name: default for name, default in (chosen.options | allocated.options).items() if name != "seed"}
         check_option_names(
@@ -185,7 +185,7 @@ def finetune_(
         InputError: a ValueError whose message names the argument: no layer is N:M, the teacher has other tokens, an
             option is unknown or out of range.
     """
-    with arguments_in_errors():
+    with arguments_in_errors(), own_random_numbers():
         known = {name: value for name, value in vars(FinetuneOptions()).items() if name != "seed"}
         if teacher is None:
             options = {"distill": 0.0} | options
@@ -336,6 +336,8 @@ def check_model(model: nn.Module) -> None:
         raise InputError("model: has adapters of peft, which would be pruned too; give model.merge_and_unload()")
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("model: has weights that are offloaded (on the meta device); load it on one device")
+    if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
+        raise InputError("model: cannot be changed in torch.inference_mode(); load it, and call this, outside of it")
     refuse_packed(model, UNSPARSIFY)
     refuse_not_finite(model)
 
@@ -359,6 +361,11 @@ def check_types(options: dict, known: dict) -> None:
             continue
         if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
             raise InputError(f"{name}={value!r}: must be of type {type(default).__name__}")
+
+
+def own_random_numbers():
+    """A context that restores the states of torch's random number generators at its end."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()))
 
 
 @contextmanager

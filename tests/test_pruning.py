@@ -229,6 +229,10 @@ def test_the_modes_gradients_and_random_state_of_the_caller_change_nothing(token
             weight.grad = torch.ones_like(weight)
         options = {"distill": 0.5, "gradient_checkpointing": True}
         results.append(proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer, **options, **FEW))
+        state = torch.get_rng_state()
+        proxsparse.finetune_(model, None, TEXTS, tokenizer, **FEW)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.initial_seed() == changed
         assert all(module.training == changed for module in model.modules())
         assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
         assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -266,6 +270,15 @@ def test_fine_tuning_refuses_a_damaged_layer(tokenizer):
     model.model.layers[0].mlp.up_proj.weight.data[0, :4] = 1.0
     with pytest.raises(ValueError, match=r"^model.layers.0.mlp.up_proj: not quite 2:4: 1 of .*; prune it to 2:4"):
         proxsparse.finetune_(model, None, TEXTS, tokenizer, **FEW)
+
+
+@pytest.mark.parametrize("method", ["proxsparse", "maskllm", "admm", "swap"])
+def test_a_model_in_float64(method, tokenizer):
+    model = tiny_model("llama").double()
+    masks = proxsparse.prune_(model, method, TEXTS, tokenizer, **FEW)
+    proxsparse.finetune_(model, None, TEXTS, tokenizer, **FEW)
+    assert_pruned(model, masks)
+    assert model.dtype == torch.float64
 
 
 def test_of_a_generator_without_end_the_first_documents_are_measured(model, tokenizer, monkeypatch):

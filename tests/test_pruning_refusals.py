@@ -66,6 +66,11 @@ def tunes(teacher=lambda m: None, **options):
     return lambda m, t: proxsparse.finetune_(prune_by_magnitude(m), teacher(m), TEXTS, t, **options)
 
 
+@torch.inference_mode()
+def in_inference_mode(model, tokenizer):
+    proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer)
+
+
 REFUSALS = {
     "no data": (prunes("proxsparse"), "data=None: method 'proxsparse' needs calibration text"),
     "no form": (prunes("wanda", 5), "data=5: give the name of a source"),
@@ -112,8 +117,21 @@ REFUSALS = {
     "encoder and decoder": (lambda m, t: proxsparse.prune_(with_a_decoder(), "magnitude"), "is not a causal decoder"),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
-        "masks: that of layer model.layers.0.mlp.up_proj is torch.uint8; give a tensor of torch.bool",
+        "masks: that of layer model.layers.0.mlp.up_proj is torch.uint8 [2, 2]; give torch.bool [",
     ),
+    "masks of a vector": (
+        lambda m, t: proxsparse.save_masks("none", {"a": torch.arange(8) % 4 < 2}, "2:4"),
+        "masks: that of layer a is torch.bool [8]; give torch.bool [",
+    ),
+    "arrays as masks": (
+        lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(4, 4).numpy()}, "2:4"),
+        "masks: that of layer a is ndarray; give torch.bool [",
+    ),
+    "masks to a directory": (
+        lambda m, t: proxsparse.save_masks(".", {"a": (torch.arange(8) % 4 < 2)[None]}),
+        ".: a directory; give the name of a file in it",
+    ),
+    "inference mode": (in_inference_mode, "model: cannot be changed in torch.inference_mode(); load it, and call"),
     "method": (prunes("wandb", TEXTS), "method 'wandb': no such method; choose from"),
     "option": (prunes("sparsegpt", TEXTS, dampng=1), "method 'sparsegpt' has no option 'dampng'; its options: damping"),
     "type": (prunes("sparsegpt", TEXTS, damping="0.1"), "damping='0.1': must be of type"),

@@ -193,17 +193,19 @@ def solve_apart(u, M: tl.constexpr):
         x_i, _ = larger_root(u[i], a, 0 * a)
         x = x + (x_i,)
     waiting, sweeps = tl.max(dense.to(tl.int32)), 0
-    reg, smallest = tl.zeros_like(a), tl.zeros_like(a)
+    reg = tl.zeros_like(a)
     while (waiting > 0) & (sweeps < MOST_SWEEPS):
         old, _ = sweep_wide(u, x, M)
         x, reg = sweep_wide(u, old, M)
-        moved, top, smallest = tl.zeros_like(a), u[0], x[0]
+        moved, top = tl.zeros_like(a), u[0]
         for i in tl.static_range(M):
             moved, top = tl.maximum(moved, tl.abs(x[i] - old[i])), tl.maximum(top, u[i])
-            smallest = tl.minimum(smallest, x[i])
-        moves = (smallest > 0) & (moved > top * (2e-15 if a.dtype == tl.float64 else 1e-6))
+        moves = moved > top * (2e-15 if a.dtype == tl.float64 else 1e-6)  # a number that is 0 may grow again
         waiting = tl.max((dense & moves).to(tl.int32))
         sweeps += 2
+    smallest = x[0]
+    for i in tl.static_range(1, M):
+        smallest = tl.minimum(smallest, x[i])
     objective = half_squared_distance(u, x, M) + reg
     tie = 1 + (1e-15 if a.dtype == tl.float64 else 5e-7)
     return either(dense & (smallest > 0) & (objective <= least * tie), x, best, M)

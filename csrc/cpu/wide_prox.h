@@ -154,20 +154,16 @@ __attribute__((noinline)) void solve_apart(const WideBlock<V, m>& u, WideBlock<V
   V largest = u.w[0];
   repeat<m - 1>([&](auto i) PROXSPARSE_INLINED { largest = larger(largest, u.w[i + 1]); });
   x = each([&](V u) PROXSPARSE_INLINED { return LargerRoot<V>(u, a, zero).x; }, u);
-  V smallest_x = zero;
   for (int sweep = 0; sweep < kMostSweeps; sweep += 2) {
     sweep_wide(u, x);
     WideBlock<V, m> old = x;
     reg = sweep_wide(u, x).but_one;
-    V moved = zero;
-    smallest_x = x.w[0];
-    repeat<m>([&](auto i) PROXSPARSE_INLINED {
-      moved = larger(moved, magnitude(x.w[i] - old.w[i]));
-      smallest_x = smaller(smallest_x, x.w[i]);
-    });
-    const auto waiting = dense & (smallest_x > zero) & (moved > largest * V(tolerance));
-    if (lane_bits(waiting.lanes) == 0) break;
+    V moved = zero;  // a number that is 0 after a sweep may grow again
+    repeat<m>([&](auto i) PROXSPARSE_INLINED { moved = larger(moved, magnitude(x.w[i] - old.w[i])); });
+    if (lane_bits((dense & (moved > largest * V(tolerance))).lanes) == 0) break;
   }
+  V smallest_x = x.w[0];
+  repeat<m - 1>([&](auto i) PROXSPARSE_INLINED { smallest_x = smaller(smallest_x, x.w[i + 1]); });
   const auto take_all = dense & (smallest_x > zero) & (objective(x, reg) <= least * V(kTie<T>));
   best = each([&](V x, V best) PROXSPARSE_INLINED { return select(take_all, x, best); }, x, best);
 }

@@ -126,9 +126,14 @@ def refuse_altered(model: nn.Module, name: str) -> None:
 
 
 def is_read(model: nn.Module, layer: str) -> bool:
-    """Whether the module around a layer multiplies by its weight, or reads it and never calls it: dt_proj of Mamba."""
+    """Whether the module around a layer multiplies by its weight, or reads it and never calls it: dt_proj of Mamba.
+
+    nn.TransformerEncoderLayer does both: it passes its weights to one kernel if there is no gradient.
+    """
     parent, _, name = layer.rpartition(".")
     classes = type(model.get_submodule(parent)).__mro__
+    if nn.TransformerEncoderLayer in classes:
+        return True
     try:
         source = "".join(inspect.getsource(kind) for kind in classes[: classes.index(nn.Module)])
     except (OSError, TypeError):  # no source

@@ -41,7 +41,7 @@ class ProxTrainerMixin:
 
     `feasible_share`, the share of blocks that are N:M, is logged with the loss. At the end of `train` rank zero writes
     masks.safetensors to `args.output_dir`. The model of the Trainer has the learned weights: apply the masks to the
-    pretrained model to get the pruned one.
+    pretrained model to get the pruned one. An optimizer of proxsparse that is passed to the Trainer keeps its settings.
 
     Args:
         reg_lambda: lambda_1, in units of 1 / |w|^(N-1); not multiplied by the learning rate.
@@ -70,7 +70,7 @@ class ProxTrainerMixin:
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Trainer.log, with the share of N:M blocks added to the loss."""
-        if "loss" in logs:
+        if "loss" in logs and self.optimizer is not None:
             logs["feasible_share"] = feasible_share(self.learned().values())
         super().log(logs, *args, **kwargs)
 
@@ -88,17 +88,20 @@ class ProxTrainerMixin:
         if self.is_world_process_zero():
             target.parent.mkdir(parents=True, exist_ok=True)
             base = getattr(getattr(self.model, "config", None), "name_or_path", "")
-            save_masks(target, self.masks, self.pattern, base)
+            save_masks(target, self.masks, {name: layer.pattern for name, layer in learned.items()}, base)
         return output
 
     def learned(self) -> dict[str, LearnableLayer]:
         """Layer name -> LearnableLayer, for every parameter that the optimizer prunes."""
         reshard_(self.model)
         name_of = {parameter: WRAPPERS.sub("", name) for name, parameter in self.model.named_parameters()}
-        weights = [weight for group in self.optimizer.param_groups for weight in pruned_parameters(group)]
+        groups = self.optimizer.param_groups
+        patterns = {weight: group["pattern"] for group in groups for weight in pruned_parameters(group)}
         return {
-            name_of[weight].removesuffix(".weight"): LearnableLayer(None, weight, local(weight), None, self.pattern)
-            for weight in weights
+            name_of[weight].removesuffix(".weight"): LearnableLayer(
+                None, weight, local(weight), None, NMPattern.parse(pattern)
+            )
+            for weight, pattern in patterns.items()
         }
 
 

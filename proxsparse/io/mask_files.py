@@ -57,6 +57,10 @@ def save_masks(
         raise InputError("masks={}: no layer; give the masks of prune_")
     if not Path(path).parent.is_dir():
         raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
+    if Path(path).is_dir():
+        raise InputError(f"{path}: a directory; give the name of a file in it")
+    for name, mask in masks.items():
+        check_mask(name, mask)
     if pattern is None:
         pattern = {name: clear_pattern(block_counts(mask), mask.shape[-1]) for name, mask in masks.items()}
     one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern)
@@ -82,6 +86,13 @@ def save_masks(
             raise InputError(f"masks: layer {name} does not keep {patterns[name]} in all blocks; give its pattern")
     with atomic_write(Path(path)) as temporary:
         save_file({name: pack_mask(mask) for name, mask in masks.items()}, temporary, metadata)
+
+
+def check_mask(name: str, mask: Tensor) -> None:
+    """Raises InputError unless it is a bool matrix."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
+        kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"masks: that of layer {name} is {kind}; give torch.bool [out_features, in_features]")
 
 
 def masks_sha256(masks: dict[str, Tensor]) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
+from proxsparse.io.mask_files import check_mask
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.sharding import local
 
@@ -33,9 +34,7 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
         modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise InputError(f"masks: that of layer {name} is {kind}; give a tensor of torch.bool")
+        check_mask(name, mask)
         layer = modules.get(name)
         has = f"shape {list(layer.weight.shape)}" if isinstance(layer, nn.Linear) else "no such linear layer"
         if has != f"shape {list(mask.shape)}":

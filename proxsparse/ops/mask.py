@@ -32,7 +32,7 @@ def _reference(score: Tensor, n: int, m: int) -> Tensor:
 def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
     """True for the n largest scores of every block of m along the last dimension.
 
-    For equal scores the lower index wins; NaN counts as the largest score. For a magnitude mask pass `weight.abs()`.
+    For equal scores the lower index wins; NaN counts as infinity. For a magnitude mask pass `weight.abs()`.
 
     Args:
         score: [..., in_features], floating point.

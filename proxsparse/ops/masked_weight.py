@@ -43,7 +43,7 @@ def masked_weight_(
 ) -> Tensor:
     """out <- W0 where the score c * w * sign(W0) is among the n largest of its block of m, else +0.0; in one pass.
 
-    The mask is that of `nm_mask`: for equal scores the lower index wins, and NaN counts as the largest score. With the
+    The mask is that of `nm_mask`: for equal scores the lower index wins, and NaN counts as infinity. With the
     sign of W0, a weight whose sign differs from that of W0 is pruned first. The score is computed in fp64 for a
     float64 weight and in fp32 otherwise, and is not rounded.
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from proxsparse.models.layers import body_modules, body_weights, fused_matrices
 from proxsparse.ops.prox import check_reg_lambda
 from proxsparse.ops.prox_list import prox_nm_list_
-from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike
 from proxsparse.runtime.sharding import local
 
 SETTINGS = ("reg_lambda", "pattern", "prox_step", "prox_skip")
@@ -145,6 +145,11 @@ def pruned_parameters(group: dict) -> Iterator[Tensor]:
                 "(FullyShardedDataParallel), which splits blocks; shard with FSDP2's fully_shard instead"
             )
         if parameter.ndim >= 2:
+            if parameter.requires_grad and parameter.dtype not in FLOAT_DTYPES:
+                raise ValueError(
+                    f"parameter of shape {list(parameter.shape)} has dtype {parameter.dtype}, for which there is no "
+                    "prox; give it a group with reg_lambda=0"
+                )
             remedy = "give it a group with reg_lambda=0, or choose another pattern"
             pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,", remedy)
             if hasattr(parameter, "placements"):  # a call with any parameter would be compiled for each one

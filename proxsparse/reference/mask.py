@@ -7,7 +7,7 @@ from proxsparse.patterns import NMPattern, PatternLike
 
 
 def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
-    """True for the n largest scores of every block; for equal scores the lower index wins, and NaN is the largest.
+    """True for the n largest scores of every block; for equal scores the lower index wins, and NaN counts as infinity.
 
     [..., in_features] -> bool of the same shape, exactly n True per block; the remainder of a row is True.
     """

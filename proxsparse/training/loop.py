@@ -195,9 +195,9 @@ def update_all(state: TrainState, read: bool) -> float | Tensor:
 
 @torch.no_grad()
 def clip_gradients_(weights: list[Tensor], max_norm: float) -> Tensor:
-    """As `nn.utils.clip_grad_norm_`, with the norm in fp32 for gradients of any dtype; the norm over all processes."""
+    """As `nn.utils.clip_grad_norm_`, with the norm in fp32 for bf16 and fp16 too; the norm over all processes."""
     gradients = [sharding.local(weight.grad) for weight in weights if weight.grad is not None]
-    norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32))
+    norms = torch.stack(torch._foreach_norm(gradients, 2, torch.promote_types(weights[0].dtype, torch.float32)))
     norm = sharding.sum_of_shards(norms.square().sum(), weights[0]).sqrt()
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp_max(1.0))
     return norm

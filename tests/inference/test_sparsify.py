@@ -127,6 +127,7 @@ def quantised_model():
         (lambda: nn.Sequential(nn.ReLU()), {}, "nothing to pack: none of 0"),
         (lambda: pruned_model().to("meta"), {}, "meta device"),
         (quantised_model, {}, "gptq"),
+        (lambda: prune_(nn.TransformerEncoderLayer(8, 1, 8), ["attn"]), {}, "linear1: the module around it reads"),
         (pruned_linear, {}, "from_linear"),
         (pruned_model, {"backend": "fastest"}, "'fastest'"),
         (pruned_model, {"exclude": ["("]}, "not a regular expression"),

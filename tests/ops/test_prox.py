@@ -104,6 +104,17 @@ def test_hard_blocks_of_which_two_weights_are_dropped(m, dtype, device, require)
         assert not result[(result == 0) & (weight.view(4, -1) != 0)].signbit().any()
 
 
+@each_dtype
+@pytest.mark.parametrize("m", [4, 6, 8, 10])
+def test_a_block_does_not_depend_on_its_neighbours(m, dtype, device, require):
+    """Blocks are solved together, until all have converged; a weight that is 0 in between may grow again."""
+    count = 480 if is_slow(device) else 48_000
+    weight = torch.randn(count, m, generator=torch.Generator().manual_seed(4)).to(device, dtype)
+    require(OP, weight, 0.4, m - 2, m)
+    alone, in_long_rows = (prox_nm(each, 0.4, f"{m - 2}:{m}") for each in (weight, weight.view(-1, 16 * m)))
+    torch.testing.assert_close(in_long_rows.view(-1, m), alone, rtol=2 * torch.finfo(dtype).eps, atol=3e-4)
+
+
 # ------------------------------------------------------------------------------------------ ties and units
 
 

@@ -304,6 +304,11 @@ REFUSED += [
     (lambda: nn.Linear(7, 8).parameters(), {}, r"\[8, 7\].*an even number of at least 4"),
     (lambda: [tiny_model()[0].bias], {}, r"nothing to prune.*ZeRO"),
     (lambda: [flat()], {}, r"FSDP1.*fully_shard"),
+    (
+        lambda: [nn.Parameter(torch.ones(4, 8, dtype=torch.complex64))],
+        {},
+        r"\[4, 8\].*complex64, for which there is no",
+    ),
     *(
         (lambda: tiny_model().parameters(), {"reg_lambda": value}, "reg_lambda=.* must be a finite number")
         for value in (torch.tensor([1.0, 2.0]), "0.1", None)

@@ -11,8 +11,8 @@ import torch
 from pruned import pruned_model
 from tiny_models import tiny_model
 
-from proxsparse import NMPattern, ProxOptimizer, nm_mask
-from proxsparse.io.mask_files import load_masks, save_masks
+from proxsparse import NMPattern, ProxAdamW, ProxOptimizer, nm_mask
+from proxsparse.io.mask_files import load_masks, read_masks, save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights
 
@@ -76,6 +76,15 @@ def test_the_masks_and_the_logged_share_are_those_of_the_learned_weights(tmp_pat
     blocks = torch.cat([NMPattern(2, 4).feasible_blocks(weight).flatten() for weight in weights.values()])
     assert 0 < logged[0]["feasible_share"] < logged[1]["feasible_share"]
     assert logged[1]["feasible_share"] == pytest.approx(blocks.float().mean().item())
+
+
+def test_an_optimizer_of_proxsparse_keeps_its_pattern(tmp_path):
+    model = tiny_model("llama")
+    own = ProxAdamW(model.parameters(), lr=1e-3, reg_lambda=1.0, pattern="6:8", model=model)
+    trainer = make(tmp_path, model, ours={"reg_lambda": 1.0, "optimizers": (own, None)})
+    trainer.train()
+    _, patterns, _ = read_masks(tmp_path / "masks.safetensors")
+    assert {str(pattern) for pattern in patterns.values()} == {"6:8"}
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
