@@ -148,7 +148,7 @@ def pruned_parameters(group: dict) -> Iterator[Tensor]:
             if parameter.requires_grad and parameter.dtype not in FLOAT_DTYPES:
                 raise ValueError(
                     f"parameter of shape {list(parameter.shape)} has dtype {parameter.dtype}, for which there is no "
-                    "prox; give it a group with reg_lambda=0"
+                    "prox; convert it, or give it a group with reg_lambda=0"
                 )
             remedy = "give it a group with reg_lambda=0, or choose another pattern"
             pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,", remedy)
