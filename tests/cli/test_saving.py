@@ -17,7 +17,7 @@ from proxsparse import apply, evaluate, finetune, pack
 from proxsparse.errors import InputError
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
-from proxsparse.io.model_files import refuse_quantized, weight_files
+from proxsparse.io.model_files import INDEX, refuse_quantized, weight_files
 from proxsparse.models.loading import auto_class, load_model, save_model
 from proxsparse.models.matching import unused_tensors
 
@@ -327,6 +327,17 @@ def test_pack_says_why_a_layer_cannot_be_packed(tmp_path):
     run = pruned(save_new(tmp_path / "model", "falcon_mamba", **MAMBA), tmp_path / "run")
     with pytest.raises(ValueError, match=r"dt_proj: the module around it reads its weight.* exclude 'dt_proj'"):
         pack.main([str(run), "--output_dir", str(tmp_path / "packed")])
+
+
+def test_an_index_next_to_a_single_file_is_ignored(tmp_path):
+    """transformers reads the single file first; such an index is left over from another saving."""
+    stale, packed = json.dumps({"weight_map": {"a": "absent.safetensors"}}), tmp_path / "packed"
+    source = save_tiny_model("llama", tmp_path / "model")
+    (source / INDEX).write_text(stale)
+    run = pruned(source, tmp_path / "run")
+    (run / INDEX).write_text(stale)
+    assert pack.main([str(run), "--output_dir", str(packed)]) == 0
+    assert torch.equal(loaded(packed).lm_head.weight, loaded(run).lm_head.weight)
 
 
 @pytest.mark.parametrize("name", ["return_dict", "output_attentions", "output_hidden_states"])
