@@ -17,10 +17,11 @@ from proxsparse.errors import InputError
 
 SAFETENSORS_FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes of weights, as the files call them
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CHAT_TEMPLATES = "additional_chat_templates/*"  # the default template is in chat_template.jinja
 # Files that transformers opens by name. A link to a file elsewhere would decide which files of this machine are read.
 OPENED = (
     *("*.safetensors", "*.gguf", "*.json", "*.model", "*.tiktoken", "*.jinja", "vocab.txt", "merges.txt"),
-    *("additional_chat_templates", "additional_chat_templates/*"),
+    *("additional_chat_templates", CHAT_TEMPLATES),
 )
 # Keys of config.json that count modules. The largest models have 130 decoder blocks, or 512 experts in a block.
 # Building a model with more modules than this bound takes minutes, even on the meta device.

@@ -16,6 +16,7 @@ from torch import nn
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import copy_files
 from proxsparse.io.model_files import (
+    CHAT_TEMPLATES,
     DEQUANTIZED,
     OPENED,
     Header,
@@ -172,7 +173,8 @@ def download(name: str) -> str:
 
     ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
     with one_line(f"cannot load model {name!r}", "check the name (there is no such folder) and the network"):
-        config = Path(huggingface_hub.snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
+        first = ["config.json", CHAT_TEMPLATES]  # the second download ignores folders
+        config = Path(huggingface_hub.snapshot_download(name, allow_patterns=first)) / "config.json"
         if config.is_file():
             check_config(config)  # before the weights are downloaded
         folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=ignored)

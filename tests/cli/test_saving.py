@@ -160,7 +160,7 @@ def test_a_quantized_model_of_the_hub_is_refused_before_its_weights_are_download
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(InputError, match="not dense: quant_method awq"):
         load_model("someone/tiny")
-    assert asked == [["config.json"]]
+    assert asked == [["config.json", "additional_chat_templates/*"]]
 
 
 def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
