@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -28,7 +28,7 @@ from proxsparse.io.model_files import (
     weight_files,
 )
 from proxsparse.models.checks import refuse_not_causal
-from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_incomplete
+from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_incomplete, rounding_notes
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase, write_line
 
@@ -48,6 +48,7 @@ class Source:
     extra: dict[str, Header]  # the tensors that `save_model` writes unchanged
     notes: list[str]  # what the user must be told
     folder: Path | None = None  # the folder of a safetensors checkpoint
+    dtypes: dict[str, str] = field(default_factory=dict)  # name in the model -> dtype in the files
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
@@ -98,6 +99,8 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             tokenizer = read_tokenizer(source, gguf_file)
             if gguf_file:
                 kept.notes.extend(gguf_notes(Path(source, gguf_file), model))
+            elif dtype == "auto":
+                kept.notes.extend(rounding_notes(kept.dtypes, model))
         current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(
@@ -243,7 +246,7 @@ def examine(folder: Path, name: str) -> Source:
         )
     if method is None:
         refuse_incomplete(name, result, kind)
-        return Source(extra, [], folder)
+        return Source(extra, [], folder, {inside: found[file].dtype for file, inside in result.names.items()})
     held = {*result.names, *result.names.values(), *dict(model.named_parameters())}
     lost = [file for file in extra if not {base := SCALES.sub("", file), f"{base}.weight"} & held]
     notes = [f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}"] if lost else []

@@ -174,6 +174,29 @@ def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
     assert not any("mtp" in name for name in tensors_of(run))
 
 
+NORM = "model.norm.weight"
+ROUNDED = {  # change of the tensors, dtype in config.json, tensors that are rounded
+    "float32": (lambda tensors: {name: tensor.float() for name, tensor in tensors.items()}, "bfloat16", 21),
+    "float16": (lambda tensors: {name: tensor.half() for name, tensor in tensors.items()}, "bfloat16", 21),
+    "one": (lambda tensors: tensors | {NORM: tensors[NORM].float()}, "bfloat16", 1),
+    "none": (dict, "bfloat16", 0),
+    "wider": (dict, "float32", 0),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_tensors_that_loading_rounds_are_named(name, tmp_path, capsys):
+    change, dtype, count = ROUNDED[name]
+    source = rewrite(save_tiny_model("llama", tmp_path / "model"), change, dtype=dtype)
+    run = pruned(source, tmp_path / "run")
+    apply.main([str(source), str(run), "--output_dir", str(tmp_path / "applied")])
+    printed = capsys.readouterr().out.count(f"WARNING: {count} tensors were rounded while loading")
+    assert printed == 2 * len(json.loads((run / "result.json").read_text())["warnings"]) == 2 * bool(count)
+    for folder in (run, tmp_path / "applied"):
+        assert (folder / "README.md").read_text().count(" to bfloat16; to keep") == bool(count)
+    assert load_model(str(source), torch.bfloat16)[0].source.notes == []  # asked for
+
+
 def save_gguf(path, extra=(), scaling=None):
     """A tiny Llama with random weights as a .gguf file, as llama.cpp writes it, and further tensors."""
     writer, size = gguf.GGUFWriter(path, "llama"), COMMON["hidden_size"]
