@@ -189,8 +189,8 @@ def read_config(folder: Path):
     """The config of a checkpoint, an object of transformers. Raises InputError if it cannot be read."""
     with one_line(str(folder / "config.json"), "give the folder of a causal language model"):
         config = import_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for part in (config, config.get_text_config()):  # transformers fails with tuples, and does not save such a config
-        part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
+        for part in (config, config.get_text_config()):  # transformers fails with tuples, and does not save the config
+            part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
     return config
 
 
