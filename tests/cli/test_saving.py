@@ -22,7 +22,10 @@ from proxsparse.models.loading import auto_class, load_model, save_model
 from proxsparse.models.matching import unused_tensors
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-MTP = {"mtp.norm.weight": torch.ones(32).bfloat16(), "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16()}
+MTP = {
+    "mtp.norm.weight": torch.full([32], -torch.inf).bfloat16(),
+    "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16(),
+}
 MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 LORA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 MAMBA = {"state_size": 8, "time_step_rank": 4}
