@@ -16,9 +16,9 @@ SCRATCH = ".incomplete"  # name prefix of files that are being written; only a k
 
 
 def copy_files(source: Path, target: Path, exclude: Iterable[str], keep: Iterable[str] = ()) -> None:
-    """Copies the files of a folder, except hidden files and files that match a pattern in `exclude` and none in `keep`.
+    """Copies the files and chat templates of a folder, except hidden ones.
 
-    Of its folders only that of the chat templates is copied.
+    Files that match a pattern in `exclude` and none in `keep` are left out.
 
     A link that points outside the folder is skipped with a message: an untrusted folder must not decide which files of
     this machine are copied. Links into the blobs of the surrounding Hugging Face cache are followed.

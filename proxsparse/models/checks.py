@@ -63,7 +63,6 @@ def refuse_other_tokens(model: nn.Module, ids: Tensor | np.ndarray, what: str) -
         )
 
 
-PROVIDED = ("self", "input_ids")  # arguments of the forward pass
 # Settings of a config with which the attention of a model is bidirectional.
 BIDIRECTIONAL = {"is_decoder": False, "causal": False, "is_causal": False, "attn_type": "bi"}
 BIDIRECTIONAL |= {"use_bidirectional_attention": True}
@@ -76,7 +75,8 @@ def refuse_not_causal(model: nn.Module, source: str) -> None:
     if masked or getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{source}: {kinds[0].__name__} is not a causal decoder; give a decoder-only language model")
     for each in inspect.signature(kinds[0].forward).parameters.values():
-        if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty and each.name not in PROVIDED:
+        required = each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+        if required and each.name not in ("self", "input_ids"):
             raise InputError(
                 f"{source}: {kinds[0].__name__} cannot run on text alone (it needs {each.name}); give a language model"
             )

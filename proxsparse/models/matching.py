@@ -145,10 +145,7 @@ def wrong_dtypes(headers: dict[str, Header], result: Match, model: nn.Module) ->
 
 
 def rounding_notes(stored: dict[str, str], model: nn.Module) -> list[str]:
-    """What the user must be told about tensors that the loaded model has in a narrower dtype than the files.
-
-    `stored`: name in the model -> dtype in the files.
-    """
+    """The note about tensors that were rounded while loading. `stored`: name in the model -> dtype in the files."""
     types, loaded = {name: dtype for dtype, name in DTYPE_NAMES.items()}, model.state_dict()
     both = {name: (types[kind], loaded[name].dtype) for name, kind in stored.items() if kind in types}
     rounded = [name for name, pair in both.items() if torch.promote_types(*pair) != pair[1]]

@@ -280,12 +280,8 @@ def test_an_unmerged_adapter_is_refused(tmp_path):
         load_model(str(source))
 
 
-PROCESSOR = [
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-]
+PROCESSOR = [f"{kind}processor_config.json" for kind in ("", "pre", "video_pre")]
+PROCESSOR += ["audio_tokenizer_config.json", "chat_template.json"]
 KINDS = ["sliding_attention", "full_attention"]
 COMPOSITE = {
     "qwen3_5": (DELTA | {"layer_types": ["linear_attention", "full_attention"]}, {}),
