@@ -93,7 +93,8 @@ def packing(options, config: dict, source_headers: dict, model: nn.Module) -> Wo
     config |= {"quantization_config": disk.description(forms), WEIGHTS_NAME: INSTALL}
     more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
     rounded = {} if options.calibrate is None else calibrated(options, source_headers, layers)
-    stored, fixed = dict(layers.values()), {name for name, inside in names.names.items() if inside in buffers}
+    stored = dict(layers.values())
+    fixed = {*names.extra, *(name for name, inside in names.names.items() if inside in buffers)}
     stream = convert.pack_tensors(source_headers, stored, options.bits, rounded, fixed)
     return list(stored), stream, len(source_headers) + more * len(layers)
 

@@ -210,6 +210,7 @@ def finetune_(
                 raise InputError(f"teacher={teacher!r}: not a model; give the dense model, loaded as `model` is")
             if {*map(id, model.parameters())} & {*map(id, teacher.parameters())}:
                 raise InputError("teacher: shares weights with the model, which change; load the dense model again")
+            refuse_tuples(teacher, "teacher")
             refuse_other_vocabulary(model, teacher, "teacher")
         with shown(is_interactive()):
             size = values["per_device_train_batch_size"]
@@ -350,6 +351,15 @@ def check_language_model(model: nn.Module) -> None:
             "AutoModelForCausalLM"
         )
     refuse_not_causal(model, "model")
+    refuse_tuples(model, "model")
+
+
+def refuse_tuples(model: nn.Module, what: str) -> None:
+    """Raises InputError, which begins with `what`, if the outputs of the model have no names."""
+    config = getattr(model, "config", None)
+    if config and not (config.return_dict and config.get_text_config().return_dict):
+        remedy = f"set {what}.config.return_dict = True (also in its text_config)"
+        raise InputError(f"{what}: returns tuples (return_dict is false); {remedy}")
 
 
 def check_types(options: dict, known: dict) -> None:

@@ -208,6 +208,8 @@ def test_all_decoder_blocks_are_found(name):
         ("xlnet", {}, "not a causal decoder .attn_type is bi."),
         ("bart", {}, "bart is an encoder-decoder"),
         ("t5", {}, "t5 is an encoder-decoder"),
+        ("blip-2", {}, "cannot run on text alone .it needs pixel_values."),
+        ("musicgen", {}, "Multiple valid text configs .*give the folder of a causal"),
         ("mllama", {"architectures": ["MllamaForCausalLM"]}, "only the text model"),
         ("bert", {"is_decoder": True}, None),
         ("gpt_neox", {}, None),  # its is_decoder is false and does nothing
@@ -220,6 +222,11 @@ def test_only_causal_decoders_are_accepted(name, settings, words, tmp_path):
     else:
         with pytest.raises(InputError, match=words):
             skeleton(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mpt", "whisper"])
+def test_the_context_length_may_have_another_name(name):
+    assert perplexity(family(name), byte_tokenizer(), ["a text of 1,000 words "] * 200, max_windows=1) > 1
 
 
 def test_a_model_that_is_pruned_already_is_named(tmp_path, capsys):

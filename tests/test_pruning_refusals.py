@@ -45,6 +45,11 @@ def with_adapter(model):
     return peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
 
 
+def with_tuples(model):
+    model.config.return_dict = False
+    return model
+
+
 def offloaded(model):
     with torch.device("meta"):
         return type(model)(model.config)
@@ -147,6 +152,9 @@ REFUSALS = {
     "no layer": (lambda m, t: proxsparse.prune_(without_layers(tiny_model("llama"))), "no layer to prune: 0 nn.Linear"),
     "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),
     "encoder": (lambda m, t: proxsparse.prune_(encoder(), "magnitude"), "is not a causal decoder"),
+    "tuples": (lambda m, t: proxsparse.prune_(with_tuples(m), "wanda", TEXTS, t), "model: returns tuples"),
+    "tuples, perplexity": (lambda m, t: proxsparse.perplexity(with_tuples(m), t, TEXTS), "model.config.return_dict ="),
+    "tuples, teacher": (tunes(lambda m: with_tuples(tiny_model("llama"))), "set teacher.config.return_dict = True"),
     "adapters": (lambda m, t: proxsparse.prune_(with_adapter(m), "magnitude"), "model: has adapters of peft"),
     "offloaded": (lambda m, t: proxsparse.prune_(offloaded(m), "magnitude"), "model: has weights that are offloaded"),
     "packed": (

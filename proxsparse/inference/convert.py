@@ -99,8 +99,8 @@ def pack_tensors(
 ) -> Stream:
     """Yields the tensors of a dense checkpoint, packed: three or four tensors for the weight of each of `layers`.
 
-    layers: name -> pattern. They and `buffers`, which are not weights and may contain infinity, are named as the files
-        name them.
+    layers: name -> pattern. They and `buffers`, which are not weights of the model and may contain infinity, are named
+        as the files name them.
     rounded: codes, scales and indices of layers that are rounded already; for the others see `quantize_nm`.
     Raises ValueError for a weight with NaN or infinity.
     """

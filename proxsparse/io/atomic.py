@@ -10,23 +10,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from proxsparse.errors import InputError
-from proxsparse.io.model_files import is_inside
+from proxsparse.io.model_files import CHAT_TEMPLATES, is_inside
 
 SCRATCH = ".incomplete"  # name prefix of files that are being written; only a killed process leaves such files
 
 
 def copy_files(source: Path, target: Path, exclude: Iterable[str], keep: Iterable[str] = ()) -> None:
-    """Copies the files of a folder, except hidden files and files that match a pattern in `exclude` and none in `keep`.
+    """Copies the files and chat templates of a folder, except hidden ones.
+
+    Files that match a pattern in `exclude` and none in `keep` are left out.
 
     A link that points outside the folder is skipped with a message: an untrusted folder must not decide which files of
     this machine are copied. Links into the blobs of the surrounding Hugging Face cache are followed.
     """
-    for path in sorted(source.iterdir()):
+    for path in sorted([*source.iterdir(), *source.glob(CHAT_TEMPLATES)]):
         wanted = any(map(path.match, keep)) or not any(map(path.match, exclude))
         if not wanted or not path.is_file() or path.name.startswith("."):
             continue
         if is_inside(path, source):
-            shutil.copyfile(path, target / path.name)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         else:
             print(f"not copied: {path.name}, a link to a file outside {str(source)!r}", file=sys.stderr)
 

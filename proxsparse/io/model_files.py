@@ -17,10 +17,11 @@ from proxsparse.errors import InputError
 
 SAFETENSORS_FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes of weights, as the files call them
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CHAT_TEMPLATES = "additional_chat_templates/*"  # the default template is in chat_template.jinja
 # Files that transformers opens by name. A link to a file elsewhere would decide which files of this machine are read.
 OPENED = (
     *("*.safetensors", "*.gguf", "*.json", "*.model", "*.tiktoken", "*.jinja", "vocab.txt", "merges.txt"),
-    *("additional_chat_templates", "additional_chat_templates/*"),
+    *("additional_chat_templates", CHAT_TEMPLATES),
 )
 # Keys of config.json that count modules. The largest models have 130 decoder blocks, or 512 experts in a block.
 # Building a model with more modules than this bound takes minutes, even on the meta device.
@@ -46,7 +47,7 @@ def check_folder(folder: Path) -> None:
             f"model {str(folder)!r}: contains an adapter (adapter_config.json); merge it into its base model (peft: "
             "merge_and_unload) and save the result"
         )
-    if (folder / INDEX).is_file():
+    if is_sharded(folder):
         shards(folder / INDEX)
     check_config(folder / "config.json")
 
@@ -162,9 +163,14 @@ def require_files(files: Iterable[Path]) -> None:
             raise InputError(f"{file}: is a link to a file outside its folder; replace the link with the file")
 
 
+def is_sharded(folder: Path) -> bool:
+    """Whether the index decides which files are read: as in transformers, only without the single file."""
+    return not (folder / ONE_FILE).is_file() and (folder / INDEX).is_file()
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors file of a checkpoint, or the shards that its index names. Raises as `shards` does."""
-    if (folder / INDEX).is_file():
+    if is_sharded(folder):
         return shards(folder / INDEX)
     require_files([folder / ONE_FILE])
     return [folder / ONE_FILE]

