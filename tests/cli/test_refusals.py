@@ -22,7 +22,7 @@ from tiny_models import byte_tokenizer, save_texts, save_tiny_model
 from proxsparse import apply, env, evaluate, finetune, pack, prune, report, train
 from proxsparse.evaluation import zero_shot
 from proxsparse.io import atomic
-from proxsparse.io.mask_files import save_masks
+from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.run import job
 
 SHORT = "--data text.jsonl --num_samples 8 --seq_len 16 --eval_data none"
@@ -48,6 +48,11 @@ def change_weights(folder, change):
 
 def set_last(name, value):
     return lambda folder: change_weights(folder, lambda weights: weights[f"{name}.weight"].view(-1)[-1:].fill_(value))
+
+
+def set_base(folder, name):
+    file = folder / "masks.safetensors"
+    save_masks(file, load_masks(file), base_model=name, base_weights_sha256="0" * 64)
 
 
 def shorten(folder, name="model.safetensors"):
@@ -85,6 +90,8 @@ PRUNED = {  # damaged copies of the pruned model
     "other-shape": lambda folder: change_weights(folder, cut_a_row),
     "not-2of4": lambda folder: change_weights(folder, lambda weights: weights[f"{UP}.weight"][0, :4].fill_(1.0)),
     "cut-masks": lambda folder: shorten(folder, "masks.safetensors"),
+    "base-gone": lambda folder: set_base(folder, "absent"),
+    "base-changed": lambda folder: set_base(folder, str(folder.parent / "dense")),
 }
 
 
@@ -340,6 +347,15 @@ BEFORE_THE_WORK = [
     ("evaluate dense --data text.jsonl --seq_len 1000000", "1000000 .. length of 128 .. lower --seq_len"),
     ("evaluate dense --masks no-layer.safetensors --allow_other_base", "layers.9.mlp .. no such linear layer"),
     ("evaluate dense --masks no-shape.safetensors --allow_other_base", "up_proj .. [8, 8] .. has shape [64, 32]"),
+    (
+        "finetune base-gone",
+        "cannot load model 'absent' .. the name is that in masks.safetensors, --teacher gives another",
+    ),
+    (
+        "finetune base-changed",
+        "masks.safetensors names .. dense', whose weights are not those that were pruned .. recorded 000000000000 .. "
+        "--teacher",
+    ),
     ("apply absent pruned", "absent .. no such"),
     ("apply nan-layer pruned", f"{UP} .. NaN"),
     ("apply packed pruned", "not dense .. proxsparse pack MODEL_DIR --unpack"),
