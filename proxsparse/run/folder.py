@@ -31,6 +31,7 @@ from proxsparse.run import result as results
 from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
 from proxsparse.run.model_card import card_text
 from proxsparse.run.report import write_report
+from proxsparse.run.sections import NAMES
 from proxsparse.runtime.device import choose_precision
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
 from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_and_move_
@@ -137,10 +138,11 @@ class Run:
         """
         signal, path, eval_data = pruned.stop.number, self.folder.path, self.args.evaluate.eval_data
         code = 128 + signal if signal else 0
+        contenders = {"finetune" if self.args.finetune else self.args.method: pruned.masks} | pruned.baselines
         if not signal:
-            contenders = {"finetune" if self.args.finetune else self.args.method: pruned.masks} | pruned.baselines
             measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
-            self.scores |= results.scores_under(contenders, *measured)
+            scores, code = results.scores_under(contenders, *measured)
+            self.scores |= scores
         if not is_rank_zero():
             return code
         table = None if signal else results.perplexity_table(self.scores, eval_data)
@@ -170,9 +172,10 @@ class Run:
             print(f"{progress_text(saved_names(path))} saved; {how_to_resume(path)}", file=sys.stderr)
             return code
         output_folder.remove_checkpoints(path)
-        if table is None and eval_data != "none":
-            todo = f"the perplexity was not measured; to measure it, run proxsparse evaluate {path}"
-            print(f"the model is complete, but {todo}", file=sys.stderr)
+        missing = ", ".join(NAMES.get(name, name) for name in contenders if name not in (table or {}))
+        if missing and eval_data != "none":
+            todo = f"was not measured ({missing}); to measure that of the model, run proxsparse evaluate {path}"
+            print(f"the model is complete, but the perplexity {todo}", file=sys.stderr)
         return code
 
 
