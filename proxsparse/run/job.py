@@ -35,9 +35,8 @@ from proxsparse.training.held_layer import require_held
 
 def prune(args: RunArgs) -> int:
     """Executes `proxsparse prune` or `train`. Returns the exit code."""
-    method, count = get_method(args.method), distributed.launched_world_size()
-    if count > 1 and "pretrained" not in method.takes:
-        raise InputError(f"--method {method.name}: runs in one process, not in {count}; start it without torchrun")
+    if "pretrained" not in get_method(args.method).takes:
+        distributed.require_one_process(f"--method {args.method}")
     return execute(args, prune_model)
 
 

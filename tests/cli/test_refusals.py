@@ -309,6 +309,8 @@ BEFORE_THE_WORK = [
     ("prune --model packed --method magnitude", "proxsparse .. --unpack"),
     ("train --data linked", "secret.txt: not a regular file in this folder"),
     ("train --data pipe", "a.jsonl: not a regular file in this folder"),
+    ("train --model ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
+    ("finetune ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
     ("train --data empty.jsonl", "empty.jsonl"),
     ("train --data broken.jsonl", "broken.jsonl .. 2"),
     ("train --data other.jsonl", "no field 'text'; set --text_field to one of: body"),
