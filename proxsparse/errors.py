@@ -1,7 +1,6 @@
 """Errors of the command line: one line with the cause and the remedy, no traceback."""
 
 import errno
-import math
 import os
 import re
 import signal
@@ -22,7 +21,7 @@ class InputError(ValueError):
 
 def require(name: str, value: float, holds: bool, words: str) -> None:
     """Raises InputError "--name value: must be `words`" unless the value is finite and `holds`."""
-    if not (holds and math.isfinite(value)):
+    if not (holds and abs(value) <= sys.float_info.max):
         raise InputError(f"--{name} {value}: must be {words}")
 
 

@@ -114,6 +114,8 @@ def places(tmp_path_factory):
     save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
     texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}
     texts |= {"c.yaml": "lerning_rate: 1\n", "masked.yaml": "objective: masked\n", "rate.yaml": "learning_rate: 0.1\n"}
+    texts |= {"list.yaml": "allocation: [x]\n", "mapping.yaml": "include: {a: b}\n", "no.yaml": "eval_data: no\n"}
+    texts |= {"mappings.yaml": "include: [mlp, {a: b}]\n", "noes.yaml": "exclude: [no]\n", "off.yaml": "exclude: off\n"}
     texts |= {"obs.yaml": "method: obs\n", "empty.yaml": "", "short.txt": "a few words", "used/thesis.tex": "precious"}
     for name in ("directory", "linked", "pipe", "used"):
         (folder / name).mkdir()
@@ -148,7 +150,7 @@ def call_is_refused(call, message, tmp_path, capsys, trains=False):
 
 
 def cases(table):
-    return pytest.mark.parametrize(("call", "message"), table, ids=[call for call, _ in table])
+    return pytest.mark.parametrize(("call", "message"), table, ids=[call[:90] for call, _ in table])
 
 
 BEFORE_THE_MODEL_IS_LOADED = [
@@ -176,6 +178,8 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --match_hidden 16 --objective paper", "--match_hidden 16: needs --objective masked"),
     ("train --seq_len 0", "--seq_len 0: must be at least 2"),
     ("train --num_samples 0", "--num_samples 0"),
+    (f"train --num_samples 1{'0' * 310}", "--num_samples 1000 .. 000: must be at least 1"),
+    (f"evaluate dense --max_windows 1{'0' * 310}", "--max_windows 1000 .. 000: must be at least 1"),
     ("train --learning_rate 0", "--learning_rate 0"),
     ("train --max_steps 0", "--max_steps 0"),
     ("train --warmup_ratio 5", "--warmup_ratio 5"),
@@ -230,6 +234,12 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("prune --allocation sensitivity --target_flops 0.4", "--target_flops 0.4: must be from 0.5"),
     ("prune --config masked.yaml", "masked.yaml .. arguments: --objective=masked"),
     ("prune --config rate.yaml", "rate.yaml: unrecognized arguments: --learning_rate=0.1"),
+    ("prune --config list.yaml", "no such allocation; choose from .. sensitivity, uniform"),
+    ("train --config mapping.yaml", "mapping.yaml: --include: {'a': 'b'} is not text"),
+    ("train --config mappings.yaml", "mappings.yaml: --include: {'a': 'b'} is not text"),
+    ("train --config no.yaml", "no.yaml: --eval_data: YAML reads this value as False; put it in quotes"),
+    ("train --config off.yaml", "off.yaml: --exclude: YAML reads this value as False; put it in quotes"),
+    ("train --config noes.yaml", "noes.yaml: --exclude: False is not text"),
     # texts
     ("train --data absent.jsonl", "absent.jsonl .. no such"),
     ("train --data c4.jsonl.bz2", "'c4.jsonl.bz2': no such file"),
