@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import arrays_of
-from proxsparse.errors import InputError, is_full_disk
+from proxsparse.errors import InputError, full_disk, is_lost_process
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
@@ -196,7 +196,6 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
             folder = stack.enter_context(
                 output_folder.opened(path, args.command, args.flags(), resume=resume, may_differ=MAY_DIFFER)
             )
-            stack.enter_context(progress_in_errors(path))
             if not resume or folder.complete:
                 return folder
             saved = saved_names(path)
@@ -204,7 +203,9 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
             print(what if folder.resumed else f"no run to resume in {str(path)!r}: starting it", file=sys.stderr)
             return folder
 
-        yield on_rank_zero(enter)
+        folder = on_rank_zero(enter)
+        with progress_in_errors(folder.path):
+            yield folder
 
 
 def output_dir_of(args: RunArgs) -> Path:
@@ -240,7 +241,7 @@ def progress_in_errors(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         external = (KeyboardInterrupt, OSError, dist.DistError, torch.AcceleratorError)
-        if isinstance(error, external) or (isinstance(error, Exception) and is_full_disk(error)):
+        if is_lost_process(error) or (is_rank_zero() and (isinstance(error, external) or full_disk(error))):
             with suppress(OSError):  # the disk may be unavailable
                 reached = path.is_dir()
                 saved = progress_text(saved_names(path)) if reached else ""

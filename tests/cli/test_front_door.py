@@ -1,5 +1,6 @@
 """The `proxsparse` command: its help, how fast it starts, how a command names itself, and how it ends."""
 
+import errno
 import importlib
 import json
 import os
@@ -16,7 +17,7 @@ from commands import QUICK, refused
 
 from proxsparse import __main__, apply, env, evaluate, finetune, pack, prune, report, serve, train
 from proxsparse._start import COMMANDS
-from proxsparse.errors import BROKEN_PIPE, InputError, run_command
+from proxsparse.errors import BROKEN_PIPE, InputError, describe_error, run_command
 from proxsparse.ops import registry
 from proxsparse.ops.backends import cpp
 from proxsparse.run.folder import progress_in_errors
@@ -174,6 +175,7 @@ def test_errors_of_the_disk_and_of_other_processes_are_named(error, text):
         (RuntimeError("safetensors: No space left on device (os error 28)"), True),
         (torch.distributed.DistBackendError("another process has ended"), True),
         (torch.AcceleratorError("unspecified launch failure"), True),
+        (RuntimeError(GLOO), True),
         (OverflowError("cannot convert float infinity to integer"), False),
         (MemoryError(), False),
         (RuntimeError("nm_mask: backend 'cpp' was chosen explicitly but does not support this call"), False),
