@@ -148,8 +148,8 @@ def fine_tuned(
     batches: TokenBatches,
     patterns: dict[str, NMPattern],
     checkpoints: Checkpoints,
-    teacher_base: dict[str, str],
     teacher: str | None,
+    teacher_base: dict[str, str],
 ) -> Pruned:
     """Trains the kept weights. `teacher`: name of the dense model; None: none. `teacher_base`: see `load_teacher`."""
     dense = None

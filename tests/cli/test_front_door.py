@@ -122,7 +122,6 @@ def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, mo
     assert refused(capsys, train.main, [], *words) == []
 
 
-@pytest.mark.parametrize(
 @pytest.mark.parametrize("main", [evaluate, apply, pack, serve, report], ids=lambda module: module.__name__)
 def test_a_command_of_one_process_refuses_torchrun(main, monkeypatch, capsys):
     for name in ("WORLD_SIZE", *distributed.SET_BY_TORCHRUN):
@@ -168,6 +167,7 @@ def test_errors_of_the_disk_and_of_other_processes_are_named(error, text):
     assert describe_error(error).startswith(text)
 
 
+@pytest.mark.parametrize(
     ("error", "helps"),
     [
         (KeyboardInterrupt(), True),

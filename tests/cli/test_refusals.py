@@ -309,6 +309,8 @@ def test_a_missing_method_is_named(places, capsys, monkeypatch):
 
 BEFORE_THE_WORK = [
     ("train --model ./absent", "./absent .. no such"),
+    ("train --model ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
+    ("finetune ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
     ("train --model pickled", "pickled .. convert"),
     ("train --model cut", "damaged or truncated .. download the file again"),
     ("train --model incomplete", "up_proj .. complete checkpoint"),
@@ -319,8 +321,6 @@ BEFORE_THE_WORK = [
     ("prune --model packed --method magnitude", "proxsparse .. --unpack"),
     ("train --data linked", "secret.txt: not a regular file in this folder"),
     ("train --data pipe", "a.jsonl: not a regular file in this folder"),
-    ("train --model ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
-    ("finetune ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
     ("train --data empty.jsonl", "empty.jsonl"),
     ("train --data broken.jsonl", "broken.jsonl .. 2"),
     ("train --data other.jsonl", "no field 'text'; set --text_field to one of: body"),
@@ -347,6 +347,15 @@ BEFORE_THE_WORK = [
         "--teacher other-tokens .. pruned .. 2 token ids differ .. 'b' in the teacher, 'a' in",
     ),
     ("finetune pruned --teacher absent", "--teacher: cannot load model 'absent' .. there is no such folder"),
+    (
+        "finetune base-gone",
+        "cannot load model 'absent' .. the name is that in masks.safetensors, --teacher gives another",
+    ),
+    (
+        "finetune base-changed",
+        "masks.safetensors names .. dense', whose weights are not those that were pruned .. recorded 000000000000 .. "
+        "--teacher",
+    ),
     ("finetune nan-pruned --teacher dense", "model.norm.weight .. NaN"),
     ("finetune pruned --held_out 8 --distill 0", "--held_out 8 .. only 8 samples"),
     ("finetune pruned --pattern 1:4", "--pattern 1:4 .. are 2:4"),
@@ -359,15 +368,6 @@ BEFORE_THE_WORK = [
     ("evaluate dense --data text.jsonl --seq_len 1000000", "1000000 .. length of 128 .. lower --seq_len"),
     ("evaluate dense --masks no-layer.safetensors --allow_other_base", "layers.9.mlp .. no such linear layer"),
     ("evaluate dense --masks no-shape.safetensors --allow_other_base", "up_proj .. [8, 8] .. has shape [64, 32]"),
-    (
-        "finetune base-gone",
-        "cannot load model 'absent' .. the name is that in masks.safetensors, --teacher gives another",
-    ),
-    (
-        "finetune base-changed",
-        "masks.safetensors names .. dense', whose weights are not those that were pruned .. recorded 000000000000 .. "
-        "--teacher",
-    ),
     ("apply absent pruned", "absent .. no such"),
     ("apply nan-layer pruned", f"{UP} .. NaN"),
     ("apply packed pruned", "not dense .. proxsparse pack MODEL_DIR --unpack"),
