@@ -52,9 +52,10 @@ def row_of(folders: str) -> dict:
         if results[-1] is None or results[-1]["status"] != "complete":
             raise InputError(f"{folder}: not the output folder of a finished run")
     first, last = results[0], results[-1]
-    if not (scores := last["perplexity"]):
-        raise InputError(f"{folder}: its perplexity was not measured; run it with --eval_data")
+    scores = last["perplexity"] or {}
     name = "finetune" if "finetune" in scores else last["method"]
+    if name not in scores:
+        raise InputError(f"{folder}: its perplexity was not measured; run it with --eval_data")
     methods = [*(result["method"] for result in results), *["finetune"] * (name != last["method"])]
     return last["environment"] | {
         "commit": common.commit(),

@@ -55,5 +55,7 @@ if started_as:
 needs_torch = started_as != "proxsparse" or (sys.argv[1:] or [""])[0] in COMMANDS
 if started_as and sys.argv[0] == "-m" and not sys.flags.safe_path and sys.path[0] == os.getcwd() != PACKAGE_PARENT:
     del sys.path[0]
+if started_as and sys.stdout:  # a name that the terminal cannot show must not end a run
+    sys.stdout.reconfigure(errors="backslashreplace")
 if started_as and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, quit_at_once)

@@ -1,7 +1,6 @@
 """Errors of the command line: one line with the cause and the remedy, no traceback."""
 
 import errno
-import math
 import os
 import re
 import signal
@@ -13,6 +12,11 @@ from collections.abc import Callable, Iterable
 from proxsparse._start import quit_at_once
 from proxsparse.runtime import progress
 
+FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would be larger than allowed (ulimit -f)",
+}
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 1, 130, 141, 143  # exit codes
 
 
@@ -22,7 +26,7 @@ class InputError(ValueError):
 
 def require(name: str, value: float, holds: bool, words: str) -> None:
     """Raises InputError "--name value: must be `words`" unless the value is finite and `holds`."""
-    if not (holds and math.isfinite(value)):
+    if not (holds and abs(value) <= sys.float_info.max):
         raise InputError(f"--{name} {value}: must be {words}")
 
 
@@ -69,7 +73,7 @@ def run_command(main: Callable[[], int | None]) -> int:
         # Every process refuses the same input: the first one of a machine (torchrun) says why.
         if not isinstance(error, InputError) or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, ValueError | OSError) or is_full_disk(error) else FAILED
+        return BAD_INPUT if isinstance(error, ValueError | OSError) or full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
         sys.unraisablehook = hook
@@ -97,17 +101,25 @@ def with_notes(text: str, error: BaseException) -> str:
     return " ".join("; ".join([text, *getattr(error, "__notes__", [])]).split())
 
 
-def is_full_disk(error: Exception) -> bool:
-    """Whether the disk is full; the error class of safetensors has the errno only in its text."""
-    return getattr(error, "errno", None) == errno.ENOSPC or bool(re.search(rf"os error {errno.ENOSPC}\b", str(error)))
+def full_disk(error: BaseException) -> str:
+    """Why nothing more can be written, else ""; the error class of safetensors has the errno only in its text."""
+    found = re.search(r"os error (\d+)", str(error))
+    return FULL.get(getattr(error, "errno", None) or (int(found[1]) if found else 0), "")
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether another process of torchrun has ended; gloo raises a RuntimeError that says it only in its text."""
+    return type(error) is RuntimeError and "gloo/transport" in str(error)
 
 
 def describe_error(error: Exception) -> str:
     """The error in one line, with a remedy."""
     text = " ".join(str(error).split())
-    if is_full_disk(error):
+    if reason := full_disk(error):
         where = f" while writing {error.filename}" if getattr(error, "filename", None) else ""
-        return f"the disk is full{where}; free some space or choose another --output_dir"
+        return f"{reason}{where}; free some space or choose another --output_dir"
+    if is_lost_process(error):
+        return "another process of this run has ended"
     if isinstance(error, ValueError | OSError):
         return text or type(error).__name__
     if type(error).__name__ == "OutOfMemoryError":  # of torch

@@ -154,12 +154,12 @@ def check_json_file(path: Path) -> None:
 
 
 def report(row: dict, json_file: str | None) -> None:
-    """Prints a row as soon as it is measured, as JSON with --json -, and adds it to the file of --json."""
+    """Adds a row to the file of --json as soon as it is measured, and prints it, as JSON with --json -."""
     line = json.dumps(finite(row)) + "\n"
-    print(line if json_file == "-" else sentence(row) + "\n", end="", flush=True)
     if json_file not in (None, "-"):
         with open(json_file, "a") as file:
             file.write(line)
+    print(line if json_file == "-" else sentence(row) + "\n", end="", flush=True)
 
 
 def sentence(row: dict) -> str:

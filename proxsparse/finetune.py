@@ -22,12 +22,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def complete_(args: RunArgs) -> None:
-    """Sets the --pattern and the --teacher that are not given to those that the model's masks.safetensors records.
+    """Sets a --pattern that is not given to the one that the model's masks.safetensors records.
 
     Without a recorded pattern, that of each layer is found from its zeros. Without distillation there is no teacher.
 
     Raises:
-        InputError: there is no such model; the pattern given is another one; no teacher is recorded.
+        InputError: there is no such model; the pattern given is another one; no teacher is given or recorded.
     """
     model = args.model
     locate(model.model)
@@ -37,8 +37,8 @@ def complete_(args: RunArgs) -> None:
     if recorded and model.pattern not in (None, recorded):
         raise InputError(f"--pattern {model.pattern}: the masks of {model.model} are {recorded}; leave --pattern out")
     model.pattern = model.pattern or recorded
-    model.teacher = (model.teacher or base.get("base_model")) if args.options.distill else None
-    if args.options.distill and not model.teacher:
+    model.teacher = model.teacher if args.options.distill else None
+    if args.options.distill and not (model.teacher or base.get("base_model")):
         if not Path(model.model).exists():
             raise InputError(
                 f"MODEL {model.model}: no such folder; check the path (for a model of the Hub, also give its dense "

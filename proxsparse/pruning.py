@@ -219,6 +219,7 @@ def finetune_(
             batches, _ = read_batches(data, model, tokenizer, **more, **given)
             identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
             identity |= {"include": include, "exclude": exclude, **values}
+            identity |= {"a teacher with the digest": digest_of(teacher, ())[:16]} if values["distill"] else {}
             saved = saved_progress(checkpoints, identity, model, batches)
             train = partial(train_kept_weights, teacher=teacher)
             return prune_or_restore_(train, ("checkpoints",), model, layers, batches, patterns, saved, values)

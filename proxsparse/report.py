@@ -11,8 +11,8 @@ from proxsparse.runtime.command import Parser
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("report", description="Regenerate the report and the plots of a run, also while it is running.")
-    parser.add_argument("run_dir", type=Path, help="the --output_dir of `proxsparse train`")
-    run_dir = parser.parse_args(arguments).run_dir
+    parser.add_argument("run_dir", help="the --output_dir of `proxsparse train`")
+    run_dir = Path(parser.parse_args(arguments).run_dir)
     if not run_dir.is_dir() or read_marker(run_dir) is None:  # its files are not those of a run
         reason = f"no {MARKER} in this folder, so no run wrote it" if run_dir.is_dir() else "not a folder"
         raise InputError(f"{run_dir}: {reason}; give the --output_dir of `proxsparse train`")

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import sys
+import time
 import warnings
 
 import pytest
@@ -83,6 +84,25 @@ def test_a_cloned_data_set_is_not_its_description(tmp_path):
         load_texts(str(tmp_path), "train")
 
 
+def test_shards_in_a_folder_of_the_hub_cache(tmp_path):
+    data, blobs = tmp_path / "snapshots" / "revision" / "en" / "train", tmp_path / "blobs"
+    for folder in (data, blobs):
+        folder.mkdir(parents=True)
+    write(blobs / "0f", "text")
+    (data / "a.txt").symlink_to("../../../../blobs/0f")
+    assert load_texts(str(data), "train") == ["text"]
+    write(tmp_path / "secret", "secret")
+    (data / "b.txt").symlink_to("../../../../secret")
+    with pytest.raises(InputError, match=r"b\.txt: not a regular file in this folder"):
+        load_texts(str(data), "train")
+
+
+def test_many_blank_lines_take_linear_time():
+    before = time.process_time()
+    assert list(sources.cut_documents(["one", *[""] * 20_000, "two"])) == ["one" + "\n\n" * 20_001 + "two"]
+    assert time.process_time() - before < 1
+
+
 def test_home_and_named_sources(tmp_path, monkeypatch):
     write(tmp_path / "builtin", "not a source of text")
     write(tmp_path / "a.txt", "home")
@@ -116,6 +136,9 @@ def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
         ("a.jsonl", r'"\ud800"', r"a\.jsonl, line 1: contains an unpaired surrogate.*delete"),
         ("a.txt", b"fine\n\xe9t\xe9\n", r"a\.txt, line 2: not UTF-8.*convert"),
         ("a.txt", "text".encode("utf-16"), r"a\.txt, line 1: not UTF-8"),
+        ("a.txt", "text".encode("utf-16-le"), r"a\.txt, line 1: not UTF-8 \(NUL .* UTF-16\); convert"),
+        ("a.jsonl", '"text"\n'.encode("utf-16-be"), r"a\.jsonl, line 1: not UTF-8 \(NUL"),
+        ("a.raw.gz", gzip.compress("text".encode("utf-32-le")), r"a\.raw\.gz, line 1: not UTF-8 \(NUL"),
         ("a.jsonl.gz", b'{"text": "plain"}', r"a\.jsonl\.gz, after line 0: cannot be read \(Not a gzipped.*replace"),
         ("a.txt.gz", gzip.compress(b"x\n" * 9, mtime=0)[:-6], r"a\.txt\.gz, after line \d: cannot be read .*replace"),
         ("a.txt.gz", gzip.compress(b"x", mtime=0)[:10] + b"\xff" * 20, r"a\.txt\.gz, after line 0: cannot be read"),

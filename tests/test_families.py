@@ -255,7 +255,7 @@ def test_an_error_of_the_evaluation_does_not_end_the_run(capsys):
     def fail(*_):
         raise RuntimeError("no kernel")
 
-    assert scores_under({"wanda": {}}, model, {}, torch.float32, fail) == {"wanda": None}
+    assert scores_under({"wanda": {}}, model, {}, torch.float32, fail) == ({}, 0)
     assert "measuring the perplexity failed: RuntimeError: no kernel" in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -164,6 +165,15 @@ def test_ctrl_c_during_a_training_leaves_a_valid_model(method, model, tokenizer,
     assert method == "finetune" or all(
         torch.equal(weight, torch.where(weight != 0, before[name], 0.0)) for name, weight in model.named_parameters()
     )
+
+
+def test_checkpoints_of_another_teacher_are_refused(tokenizer, tmp_path):
+    teacher = tiny_model("llama")
+    for refused in (False, True):
+        given = prune_by_magnitude(tiny_model("llama")), teacher, TEXTS, tokenizer
+        with pytest.raises(InputError, match="has a teacher with the digest") if refused else nullcontext():
+            proxsparse.finetune_(*given, checkpoints=tmp_path, save_steps=1, **FEW)
+        teacher.lm_head.weight.data.mul_(2)
 
 
 def test_ctrl_c_after_the_last_step_is_not_lost(model, tokenizer, monkeypatch):

@@ -110,6 +110,12 @@ def test_shared_results_do_not_name_the_folders_of_this_machine():
     }
 
 
+def test_names_that_are_not_utf8_are_shown(tmp_path):
+    assert "proxsparse train ?.jsonl" in written(
+        make_run(tmp_path, rows(2), result(command="proxsparse train \udcff.jsonl"))
+    )
+
+
 def test_a_running_run_says_so(tmp_path, plots):
     assert "0 finished steps" in written(make_run(tmp_path, ""))
     assert names(tmp_path) == {"metrics.jsonl", "report.md"}  # no plots of nothing
@@ -187,7 +193,10 @@ def test_malformed_result_is_named(tmp_path, outcome, named):
 
 def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / MARKER).write_text(MARKED)
-    for folder, reason in ((tmp_path, "metrics.jsonl"), (tmp_path / "absent", "not a folder")):
+    for folder, reason in (
+        (tmp_path, "no metrics.jsonl: the run has not logged a step yet"),
+        (tmp_path / "absent", "not a folder"),
+    ):
         monkeypatch.setattr(sys, "argv", ["report", str(folder)])
         assert run_command(main) == 2
         assert re.search(rf"^error: .*{reason}.*--output_dir.*\n$", capsys.readouterr().err)

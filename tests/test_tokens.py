@@ -97,9 +97,19 @@ def test_a_store_of_another_text_is_refused(tokenizer, tmp_path):
     assert tokens.TokenStore(tmp_path, ["a", 1]).counts == {"blocks": 1, "documents": 1, "tokens": 2}
     with pytest.raises(InputError, match="the calibration text has changed since the run was stopped"):
         tokens.TokenStore(tmp_path, ["a", 2])
-    (tmp_path / tokens.IDS).write_bytes(b"cut")
-    with pytest.raises(InputError, match=r"ids.bin: damaged, it is too short; delete"):
-        tokens.TokenStore(tmp_path, ["a", 1])
+    with pytest.raises(InputError, match="if the text is the same, delete this folder"):
+        tokens.TokenStore(tmp_path, ["a", 2])
+
+
+@pytest.mark.parametrize("name", [tokens.PROGRESS, tokens.IDS, tokens.ENDS])
+@pytest.mark.parametrize("content", ["", "[]", '{"source": "a", "blocks": 1}', "[" * 10**5], ids=lambda text: text[:9])
+def test_a_damaged_store_is_named(name, content, tokenizer, tmp_path):
+    calibration_batches(["w1 w2"], tokenizer, 1, 8, store=tokens.TokenStore(tmp_path, "a"))
+    (tmp_path / name).unlink()
+    if name == tokens.PROGRESS or not content:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=f"^{tmp_path}: damaged; delete it$"):
+        tokens.TokenStore(tmp_path, "a")
 
 
 def test_the_identity_of_a_source_changes_with_its_files(tmp_path):

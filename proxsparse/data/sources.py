@@ -180,6 +180,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             while line := stream.readline(left + 1):
                 number += 1
                 left = within_limit(path, left - len(line))
+                if b"\0" in line:
+                    reason = "NUL characters, as in UTF-16"
+                    raise InputError(f"{path}, line {number}: not UTF-8 ({reason}); convert the file to UTF-8")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
@@ -228,12 +231,13 @@ def read_prose(path: Path) -> Rows:
 
 def cut_documents(paragraphs: Iterable[str]) -> Iterator[str]:
     """Joins paragraphs into documents of at least `DOCUMENT_CHARACTERS`; the last one may be shorter."""
-    document = []
+    document, length = [], 0
     for paragraph in paragraphs:
         document.append(paragraph.strip("\n"))
-        if sum(map(len, document)) >= DOCUMENT_CHARACTERS:
+        length += len(document[-1])
+        if length >= DOCUMENT_CHARACTERS:
             yield "\n\n".join(document)
-            document = []
+            document, length = [], 0
     if any(paragraph.strip() for paragraph in document):
         yield "\n\n".join(document)
 

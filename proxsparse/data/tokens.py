@@ -32,7 +32,7 @@ class TokenStore:
         folder: where the files are, which are continued; None: the tokens are in memory.
         source: JSON value that identifies the text and how it is tokenized.
     Raises:
-        InputError: the files were written for another text.
+        InputError: the files were written for another text, or are damaged.
     """
 
     def __init__(self, folder: Path | None = None, source: object = None):
@@ -42,16 +42,20 @@ class TokenStore:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
         if folder and (folder / PROGRESS).exists():
-            progress = json.loads((folder / PROGRESS).read_bytes())
-            if progress.pop("source") != source:
+            try:
+                progress = json.loads((folder / PROGRESS).read_bytes())
+                before, self.counts = progress["source"], {name: progress[name] for name in NO_TOKENS_YET}
+                needed = {IDS: 4 * self.counts["tokens"], ENDS: 8 * self.counts["documents"]}
+                whole = all((folder / name).stat().st_size >= size for name, size in needed.items())
+            except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+                whole = False
+            if not whole:
+                raise InputError(f"{folder}: damaged; delete it")
+            if before != source:
                 raise InputError(
-                    f"{folder}: the calibration text has changed since the run was stopped; give the same, or write to "
-                    "another directory"
+                    f"{folder}: the calibration text has changed since the run was stopped, or its files have another "
+                    "time; give the same, or write to another directory; if the text is the same, delete this folder"
                 )
-            self.counts = progress
-            for name, size in ((IDS, 4 * progress["tokens"]), (ENDS, 8 * progress["documents"])):
-                if (folder / name).stat().st_size < size:
-                    raise InputError(f"{folder / name}: damaged, it is too short; delete {folder}")
 
     def append(self, ids: array, ends: array) -> None:
         """Adds a block of documents: their tokens, and where each ends in the tokens of all blocks."""

@@ -74,7 +74,9 @@ def refuse_links(folder: Path) -> None:
 def is_inside(path: Path, folder: Path) -> bool:
     """Whether a path, with links resolved, is in the folder or in the blobs of the surrounding Hugging Face cache."""
     real, folder = path.resolve(), folder.resolve()
-    return real.is_relative_to(folder) or real.parent == (folder.parent.parent / "blobs").resolve()
+    snapshots = [parent for parent in folder.parents if parent.name == "snapshots"]  # a data set may have subfolders
+    blobs = [(parent.parent / "blobs").resolve() for parent in snapshots]
+    return real.is_relative_to(folder) or real.parent in blobs
 
 
 def check_config(path: Path) -> None:

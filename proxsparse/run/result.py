@@ -13,7 +13,7 @@ from proxsparse._version import __version__
 from proxsparse.allocations.budget import kept_share, numel, packed_cost
 from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import evaluation_text
-from proxsparse.errors import describe_error
+from proxsparse.errors import INTERRUPTED, TERMINATED, Terminated, describe_error
 from proxsparse.evaluation.perplexity import Perplexity, perplexity, window_bos
 from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import body_linears, dense_share
@@ -61,31 +61,33 @@ def scores_under(
     weight_dtype: torch.dtype,
     evaluate: Callable[[nn.Module, str], Perplexity | None],
     trained: Collection[str] = (),
-) -> dict[str, Perplexity | None]:
-    """The perplexity of the pretrained weights under each set of masks; None if it could not be measured.
+) -> tuple[dict[str, Perplexity], int]:
+    """The perplexity of the pretrained weights under each set of masks, as far as it was measured; the exit code.
 
-    An error or Ctrl-C ends the measurement with a message, and not the run: the masks are complete.
+    An error or a signal ends the measurement with a message, and not the run: the masks are complete.
 
     `trained`: names of parameters that keep their current values, as in `models.snap_`.
     """
-    scores: dict[str, Perplexity | None] = dict.fromkeys(contenders)
+    scores, code = {}, 0
     try:
         for name, masks in contenders.items():
             snap_(model, pretrained, masks, trained)
             cast_parameters_(model, weight_dtype)
             scores[name] = evaluate(model, name)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        code = TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
         print("\ninterrupted", file=sys.stderr)
     except Exception as error:  # of any type: that of a library, or out of memory
         if world_size() > 1:  # the other processes would wait for this one
             raise
         print(f"measuring the perplexity failed: {describe_error(error)}", file=sys.stderr)
-    return scores
+    return scores, code
 
 
 def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> dict | None:
-    """The perplexity entry of result.json: the text, the window and one value per name; None if not measured."""
-    if any(score is None for score in scores.values()):
+    """The perplexity entry of result.json: the text, the window and one value per name; None if none was measured."""
+    scores = {name: score for name, score in scores.items() if score is not None}
+    if not scores:
         return None
     scores = dict(sorted(scores.items(), key=lambda score: score[0] != "dense"))  # the dense model first
     measured_on = next(iter(scores.values())).measured_on
@@ -133,7 +135,7 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, args: R
             f"more text (--num_samples), or change --learning_rate (now {args.training.learning_rate:g})"
         )
     learned = args.method == "proxsparse"
-    if learned and table and not table[args.method] < table["magnitude"]:
+    if learned and {args.method, "magnitude"} <= (table or {}).keys() and not table[args.method] < table["magnitude"]:
         found.append(
             f"the learned mask is no better than the magnitude mask (perplexity {table[args.method]:.2f} against "
             f"{table['magnitude']:.2f}): raise --num_samples or --seq_len, change --learning_rate (now "

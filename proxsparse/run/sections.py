@@ -99,7 +99,8 @@ def perplexity_text(scores: dict | None) -> str:
 
 def settings_text(result: dict) -> str:
     """The calibration data and the flags of a run."""
-    used = {"seq_len": result.get("seq_len"), "eval_seq_len": (result["perplexity"] or {}).get("seq_len")}
+    used = {name: result.get(name) for name in ("seq_len", "teacher")}
+    used |= {"eval_seq_len": (result["perplexity"] or {}).get("seq_len")}
     settings = {key: used.get(key) if value is None else value for key, value in result["config"].items()}
     rows = [(f"`{key}`", "not set" if value is None else value) for key, value in settings.items()]
     if "reg_lambda" in result:

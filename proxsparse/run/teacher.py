@@ -6,23 +6,39 @@ from contextlib import contextmanager
 from torch import nn
 
 from proxsparse.errors import InputError
+from proxsparse.io.checkpoints import digest_of
 from proxsparse.models.layers import decoder_blocks
-from proxsparse.models.loading import load_model, load_tokenizer
+from proxsparse.models.loading import base_identity, load_model, load_tokenizer
+from proxsparse.runtime.distributed import on_rank_zero
 from proxsparse.runtime.sharding import shard_and_move_
 
 
-def load_teacher(name: str, model: nn.Module, within_node: bool) -> nn.Module:
-    """The teacher of the model, on its device, sharded like it.
+def load_teacher(name: str, model: nn.Module, base: dict[str, str], within_node: bool) -> tuple[nn.Module, str]:
+    """The teacher of the model, on its device, sharded like it; and a digest of its weights, for the checkpoints.
 
+    Args:
+        base: what masks.safetensors records of the teacher, see `models.loading.base_identity`; {}: --teacher is given.
     Raises:
-        InputError: it cannot be loaded, or has another vocabulary.
+        InputError: it cannot be loaded, has another vocabulary, or is not the recorded model.
     """
-    with named_teacher():
+    with named_teacher(base):
         teacher, _ = load_model(name)
     refuse_other_vocabulary(model, teacher, f"--teacher {name}")
-    weight = next(model.parameters())
+    if base.get("base_weights_sha256"):
+        on_rank_zero(lambda: refuse_changed(base, base_identity(name, teacher)))
+    weight, digest = next(model.parameters()), digest_of(teacher, ())[:16]
     shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node)
-    return teacher
+    return teacher, digest
+
+
+def refuse_changed(recorded: dict[str, str], loaded: dict[str, str]) -> None:
+    """Raises InputError if the weights of the recorded teacher have changed since the model was pruned."""
+    then, now = recorded["base_weights_sha256"], loaded["base_weights_sha256"]
+    if then != now:
+        raise InputError(
+            f"--teacher is missing: masks.safetensors names {loaded['base_model']!r}, whose weights are not those that "
+            f"were pruned (sha256 {now:.12}, recorded {then:.12}); give the dense model with --teacher"
+        )
 
 
 def refuse_other_vocabulary(model: nn.Module, teacher: nn.Module, what: str) -> None:
@@ -35,12 +51,12 @@ def refuse_other_vocabulary(model: nn.Module, teacher: nn.Module, what: str) -> 
         )
 
 
-def check_tokens(tokenizer, teacher: str) -> None:
+def check_tokens(tokenizer, teacher: str, base: dict[str, str]) -> None:
     """Raises InputError if a token id has different texts in the tokenizers of the model and of the teacher.
 
-    An id that only one of the two has is accepted, such as that of an added padding token.
+    An id that only one of the two has is accepted, such as that of an added padding token. `base`: see `load_teacher`.
     """
-    with named_teacher():
+    with named_teacher(base):
         other = load_tokenizer(teacher)
     own, others = ({i: text for text, i in tokens.get_vocab().items()} for tokens in (tokenizer, other))
     different = [i for i in sorted(own.keys() & others.keys()) if own[i] != others[i]]
@@ -54,9 +70,10 @@ def check_tokens(tokenizer, teacher: str) -> None:
 
 
 @contextmanager
-def named_teacher() -> Iterator[None]:
-    """Within the block an InputError gets the name of the flag."""
+def named_teacher(base: dict[str, str]) -> Iterator[None]:
+    """Within the block an InputError gets the name of the flag. `base`: see `load_teacher`."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"--teacher: {error}") from error
+        source = "; the name is that in masks.safetensors, --teacher gives another" if base else ""
+        raise InputError(f"--teacher: {error}{source}") from error

@@ -1,12 +1,17 @@
 """The command line as the user typed it, and the argument parser of all commands."""
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
 
 from proxsparse._start import COMMANDS
 from proxsparse.errors import InputError
+from proxsparse.runtime.distributed import require_one_process
+
+MANY_PROCESSES = ("train", "prune", "finetune")  # may be started by torchrun
+PATHS = ("output_dir", "config", "masks", "json", "data_dir", "model", "base", "teacher", "adapter", "run_dir")
 
 
 def program(command: str) -> str:
@@ -34,6 +39,17 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, **settings):
         settings |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(prog=program(command), **settings)
+        self.command = command
+
+    def parse_known_args(self, *given):
+        """As argparse, with "~" expanded in paths. Refuses several processes if the command runs in one."""
+        if self.command not in MANY_PROCESSES:
+            require_one_process(self.command)
+        options, others = super().parse_known_args(*given)
+        for name in PATHS:
+            if isinstance(value := getattr(options, name, None), str):
+                setattr(options, name, os.path.expanduser(value))
+        return options, others
 
     def error(self, message: str):
         raise InputError(f"{message.removeprefix('argument ')}; {self.hint}")

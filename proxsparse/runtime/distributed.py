@@ -43,6 +43,12 @@ def launched_world_size() -> int:
     return int(size)
 
 
+def require_one_process(what: str) -> None:
+    """Raises InputError, which begins with `what`, if torchrun has started several processes."""
+    if (count := launched_world_size()) > 1:
+        raise InputError(f"{what}: runs in one process, not in {count}; start it without torchrun")
+
+
 def local_device(name: str) -> str:
     """The --device of this process: with GPUs, the one with the local rank of the process.
 

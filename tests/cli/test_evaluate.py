@@ -1,5 +1,6 @@
 """proxsparse.evaluate: several texts, masks, JSON; what it refuses. Tasks are in evaluation/test_zero_shot.py."""
 
+import io
 import json
 import sys
 
@@ -100,6 +101,14 @@ def test_what_was_measured_before_an_interruption_is_kept(tiny_llama, text_file,
     with pytest.raises(KeyboardInterrupt):
         score(tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--json", tmp_path / "scores.jsonl")
     assert [row["data"] for row in rows_in(tmp_path / "scores.jsonl")] == [str(text_file)]
+
+
+def test_a_row_that_cannot_be_printed_is_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    row = {"data": "t\xf6xt", "perplexity": 2.0, "windows": 1, "seq_len": 2, "bos": "none"}
+    with pytest.raises(UnicodeEncodeError):
+        evaluate.report(row, tmp_path / "scores.jsonl")
+    assert rows_in(tmp_path / "scores.jsonl") == [row]
 
 
 def test_masks_that_belong_to_other_weights_are_refused(text_file, tmp_path, capsys):

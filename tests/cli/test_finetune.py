@@ -122,6 +122,12 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     assert tuned["patterns"] == json.loads((tmp_path / "owl" / "result.json").read_text())["patterns"]
 
 
+def test_a_teacher_that_is_given_may_be_another_model(tune, tmp_path):
+    wide = save_tiny_model("llama", tmp_path / "wide", hidden_size=64)
+    result = tune("run", "--teacher", wide)
+    assert (result["config"]["teacher"], result["teacher"]) == ("wide", "wide") != (result["base_model"],) * 2
+
+
 def test_patterns_are_found_from_the_zeros(tune, tiny_llama, tmp_path):
     """In a folder without masks.safetensors."""
     where = ["--model", str(tiny_llama), "--output_dir", str(tmp_path / "quarter"), "--eval_data", "none"]

@@ -1,5 +1,6 @@
 """The `proxsparse` command: its help, how fast it starts, how a command names itself, and how it ends."""
 
+import errno
 import importlib
 import json
 import os
@@ -14,9 +15,9 @@ import pytest
 import torch
 from commands import QUICK, refused
 
-from proxsparse import __main__, env, evaluate, finetune, pack, prune, report, train
+from proxsparse import __main__, apply, env, evaluate, finetune, pack, prune, report, serve, train
 from proxsparse._start import COMMANDS
-from proxsparse.errors import BROKEN_PIPE, InputError, run_command
+from proxsparse.errors import BROKEN_PIPE, InputError, describe_error, run_command
 from proxsparse.ops import registry
 from proxsparse.ops.backends import cpp
 from proxsparse.run.folder import progress_in_errors
@@ -121,6 +122,51 @@ def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, mo
     assert refused(capsys, train.main, [], *words) == []
 
 
+@pytest.mark.parametrize("main", [evaluate, apply, pack, serve, report], ids=lambda module: module.__name__)
+def test_a_command_of_one_process_refuses_torchrun(main, monkeypatch, capsys):
+    for name in ("WORLD_SIZE", *distributed.SET_BY_TORCHRUN):
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "0")
+    words = f"{main.__name__.rpartition('.')[2]}: runs in one process, not in 2; start it without torchrun"
+    assert refused(capsys, main.main, ["a"], words) == []
+
+
+def test_home_is_expanded_where_the_shell_does_not(monkeypatch, tmp_path, tiny_llama, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("method: magnitude\neval_data: none\nmodel: ~/model\n")
+    (tmp_path / "model").symlink_to(tiny_llama)
+    assert prune.main(["--config=~/c.yaml", "--output_dir=~/run"]) == 0
+    assert pack.main(["~/run", "--output_dir=~/packed"]) == 0
+    assert apply.main(["~/model", "~/run", "--output_dir=~/applied"]) == 0
+    options = evaluate.parse(["~/model", "--masks=~/m", "--json=~/j"])
+    assert (options.masks, options.json) == (f"{tmp_path}/m", f"{tmp_path}/j")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["applied", "c.yaml", "model", "packed", "run"]
+    refused(capsys, report.main, ["~/run"], f"{tmp_path}/run: no metrics.jsonl")
+
+
+def test_a_name_that_stdout_cannot_encode_is_escaped():
+    code = "import sys; sys.argv = ['proxsparse']; import proxsparse; print('\\xf6')"
+    settings = {"env": os.environ | {"PYTHONIOENCODING": "ascii"}, "capture_output": True, "text": True}
+    assert subprocess.run([sys.executable, "-c", code], **settings).stdout == "\\xf6\n"
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:24: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.ENOSPC, "", "a"), "the disk is full while writing a; free some space"),
+        (OSError(errno.EDQUOT, "", "a"), "the disk quota is used up while writing a; free some space"),
+        (OSError(errno.EFBIG, "", "a"), "the file would be larger than allowed (ulimit -f) while writing a; free"),
+        (RuntimeError(f"I/O error: File too large (os error {errno.EFBIG})"), "the file would be larger than allowed"),
+        (RuntimeError(GLOO), "another process of this run has ended"),
+    ],
+)
+def test_errors_of_the_disk_and_of_other_processes_are_named(error, text):
+    assert describe_error(error).startswith(text)
+
+
 @pytest.mark.parametrize(
     ("error", "helps"),
     [
@@ -129,6 +175,7 @@ def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, mo
         (RuntimeError("safetensors: No space left on device (os error 28)"), True),
         (torch.distributed.DistBackendError("another process has ended"), True),
         (torch.AcceleratorError("unspecified launch failure"), True),
+        (RuntimeError(GLOO), True),
         (OverflowError("cannot convert float infinity to integer"), False),
         (MemoryError(), False),
         (RuntimeError("nm_mask: backend 'cpp' was chosen explicitly but does not support this call"), False),

@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 import yaml
-from commands import check_pruned, run
+from commands import QUICK, check_pruned, run
 from safetensors import safe_open
 from tiny_models import save_tiny_model
 
 from proxsparse import train
 from proxsparse.allocations.registry import ALLOCATIONS
+from proxsparse.errors import Terminated
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.methods import get_method, list_methods
 from proxsparse.prune import main
@@ -123,18 +124,34 @@ def test_precisions(precision, prune, tiny_llama, tmp_path):
     check_pruned(tiny_llama, tmp_path / "run", updated=True)
 
 
-def test_ctrl_c_in_the_last_evaluation_loses_nothing(prune, tiny_llama, tmp_path, capsys, monkeypatch):
-    scores = iter([Perplexity(10.0, 2, 64)])  # the dense model's; the next one is interrupted
+@pytest.mark.parametrize(
+    ("measured", "ending", "code"),
+    [
+        (["dense"], KeyboardInterrupt, 130),
+        (["dense", "proxsparse"], Terminated, 143),
+        (["dense", "proxsparse"], MemoryError, 0),
+    ],
+)
+def test_the_last_evaluations_lose_nothing(
+    measured, ending, code, tiny_llama, text_file, tmp_path, capsys, monkeypatch
+):
+    scores = iter(measured)  # the next one is interrupted
 
     def interrupted(*arguments):
-        for score in scores:
-            return score
-        raise KeyboardInterrupt
+        for _ in scores:
+            return Perplexity(10.0, 2, 64)
+        raise ending
 
     monkeypatch.setattr("proxsparse.run.result.perplexity", interrupted)
-    assert prune("run", "--method", "sparsegpt")["perplexity"] is None
-    assert "the model is complete, but the perplexity was not measured" in capsys.readouterr().err
-    check_pruned(tiny_llama, tmp_path / "run", updated=True)
+    flags = ["--model", tiny_llama, "--data", text_file, "--eval_data", text_file, *QUICK, "--max_steps", 1]
+    assert main(list(map(str, ["--method", "proxsparse", *flags, "--output_dir", tmp_path / "run"]))) == code
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "complete"
+    assert {*result["perplexity"]} & {"dense", "proxsparse", "magnitude"} == {*measured}
+    missing = ["ProxSparse mask", "magnitude mask"][len(measured) - 1 :]
+    words = f"the model is complete, but the perplexity was not measured ({', '.join(missing)}); to measure"
+    assert words in capsys.readouterr().err
+    check_pruned(tiny_llama, tmp_path / "run")
 
 
 def test_the_result_comes_last(prune, monkeypatch):

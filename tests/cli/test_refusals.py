@@ -22,7 +22,7 @@ from tiny_models import byte_tokenizer, save_texts, save_tiny_model
 from proxsparse import apply, env, evaluate, finetune, pack, prune, report, train
 from proxsparse.evaluation import zero_shot
 from proxsparse.io import atomic
-from proxsparse.io.mask_files import save_masks
+from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.run import job
 
 SHORT = "--data text.jsonl --num_samples 8 --seq_len 16 --eval_data none"
@@ -48,6 +48,11 @@ def change_weights(folder, change):
 
 def set_last(name, value):
     return lambda folder: change_weights(folder, lambda weights: weights[f"{name}.weight"].view(-1)[-1:].fill_(value))
+
+
+def set_base(folder, name):
+    file = folder / "masks.safetensors"
+    save_masks(file, load_masks(file), base_model=name, base_weights_sha256="0" * 64)
 
 
 def shorten(folder, name="model.safetensors"):
@@ -90,6 +95,8 @@ PRUNED = {  # damaged copies of the pruned model
     "other-shape": lambda folder: change_weights(folder, cut_a_row),
     "not-2of4": lambda folder: change_weights(folder, lambda weights: weights[f"{UP}.weight"][0, :4].fill_(1.0)),
     "cut-masks": lambda folder: shorten(folder, "masks.safetensors"),
+    "base-gone": lambda folder: set_base(folder, "absent"),
+    "base-changed": lambda folder: set_base(folder, str(folder.parent / "dense")),
 }
 
 
@@ -112,6 +119,8 @@ def places(tmp_path_factory):
     save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
     texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}
     texts |= {"c.yaml": "lerning_rate: 1\n", "masked.yaml": "objective: masked\n", "rate.yaml": "learning_rate: 0.1\n"}
+    texts |= {"list.yaml": "allocation: [x]\n", "mapping.yaml": "include: {a: b}\n", "no.yaml": "eval_data: no\n"}
+    texts |= {"mappings.yaml": "include: [mlp, {a: b}]\n", "noes.yaml": "exclude: [no]\n", "off.yaml": "exclude: off\n"}
     texts |= {"obs.yaml": "method: obs\n", "empty.yaml": "", "short.txt": "a few words", "used/thesis.tex": "precious"}
     for name in ("directory", "linked", "pipe", "used"):
         (folder / name).mkdir()
@@ -146,7 +155,7 @@ def call_is_refused(call, message, tmp_path, capsys, trains=False):
 
 
 def cases(table):
-    return pytest.mark.parametrize(("call", "message"), table, ids=[call for call, _ in table])
+    return pytest.mark.parametrize(("call", "message"), table, ids=[call[:90] for call, _ in table])
 
 
 BEFORE_THE_MODEL_IS_LOADED = [
@@ -174,6 +183,8 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --match_hidden 16 --objective paper", "--match_hidden 16: needs --objective masked"),
     ("train --seq_len 0", "--seq_len 0: must be at least 2"),
     ("train --num_samples 0", "--num_samples 0"),
+    (f"train --num_samples 1{'0' * 310}", "--num_samples 1000 .. 000: must be at least 1"),
+    (f"evaluate dense --max_windows 1{'0' * 310}", "--max_windows 1000 .. 000: must be at least 1"),
     ("train --learning_rate 0", "--learning_rate 0"),
     ("train --max_steps 0", "--max_steps 0"),
     ("train --warmup_ratio 5", "--warmup_ratio 5"),
@@ -228,6 +239,12 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("prune --allocation sensitivity --target_flops 0.4", "--target_flops 0.4: must be from 0.5"),
     ("prune --config masked.yaml", "masked.yaml .. arguments: --objective=masked"),
     ("prune --config rate.yaml", "rate.yaml: unrecognized arguments: --learning_rate=0.1"),
+    ("prune --config list.yaml", "no such allocation; choose from .. sensitivity, uniform"),
+    ("train --config mapping.yaml", "mapping.yaml: --include: {'a': 'b'} is not text"),
+    ("train --config mappings.yaml", "mappings.yaml: --include: {'a': 'b'} is not text"),
+    ("train --config no.yaml", "no.yaml: --eval_data: YAML reads this value as False; put it in quotes"),
+    ("train --config off.yaml", "off.yaml: --exclude: YAML reads this value as False; put it in quotes"),
+    ("train --config noes.yaml", "noes.yaml: --exclude: False is not text"),
     # texts
     ("train --data absent.jsonl", "absent.jsonl .. no such"),
     ("train --data c4.jsonl.bz2", "'c4.jsonl.bz2': no such file"),
@@ -297,6 +314,8 @@ def test_a_missing_method_is_named(places, capsys, monkeypatch):
 
 BEFORE_THE_WORK = [
     ("train --model ./absent", "./absent .. no such"),
+    ("train --model ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
+    ("finetune ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
     ("train --model pickled", "pickled .. convert"),
     ("train --model cut", "damaged or truncated .. download the file again"),
     ("train --model incomplete", "up_proj .. complete checkpoint"),
@@ -333,6 +352,15 @@ BEFORE_THE_WORK = [
         "--teacher other-tokens .. pruned .. 2 token ids differ .. 'b' in the teacher, 'a' in",
     ),
     ("finetune pruned --teacher absent", "--teacher: cannot load model 'absent' .. there is no such folder"),
+    (
+        "finetune base-gone",
+        "cannot load model 'absent' .. the name is that in masks.safetensors, --teacher gives another",
+    ),
+    (
+        "finetune base-changed",
+        "masks.safetensors names .. dense', whose weights are not those that were pruned .. recorded 000000000000 .. "
+        "--teacher",
+    ),
     ("finetune nan-pruned --teacher dense", "model.norm.weight .. NaN"),
     ("finetune pruned --held_out 8 --distill 0", "--held_out 8 .. only 8 samples"),
     ("finetune pruned --pattern 1:4", "--pattern 1:4 .. are 2:4"),

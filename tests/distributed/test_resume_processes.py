@@ -71,6 +71,7 @@ def test_threads_of_two_processes_write_checkpoints(run, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     assert run(a, processes=2) == [0, 0]
     assert -SIGKILL in run(b, processes=2, in_thread=True, before=(FINISH, 2, "kill"))
+    assert "another process of this run has ended" in log_of(b)
     assert saved(b) == ["step-3"]
     assert run(b, processes=2, in_thread=True) == [0, 0], log_of(b)[-2000:]
     assert outcome(b) == outcome(a)
