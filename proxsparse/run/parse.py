@@ -193,6 +193,8 @@ def file_flags(path: Path | str, what: str, parser: Parser) -> dict[str, object]
             if isinstance(item, bool) or not isinstance(item, str | int | float | date):
                 raise InputError(f"{what} {path}: --{name}: {item!r:.60} is not text or a number; put it in quotes")
         if isinstance(value, list):
+            if flags := [item for item in value if str(item).startswith("-")]:  # it would be read as a flag
+                raise InputError(f"{what} {path}: --{name}: {flags[0]!r:.60} begins with a hyphen; write [-] for it")
             arguments += [f"--{name}", *map(str, value)]
         elif value is not None:
             arguments.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")

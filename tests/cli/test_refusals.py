@@ -119,6 +119,7 @@ def places(tmp_path_factory):
     save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
     texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}
     texts |= {"c.yaml": "lerning_rate: 1\n", "masked.yaml": "objective: masked\n", "rate.yaml": "learning_rate: 0.1\n"}
+    texts |= {"flag.yaml": "include: [a, --output_dir, b]\n"}
     texts |= {"list.yaml": "allocation: [x]\n", "mapping.yaml": "include: {a: b}\n", "no.yaml": "eval_data: no\n"}
     texts |= {"mappings.yaml": "include: [mlp, {a: b}]\n", "noes.yaml": "exclude: [no]\n", "off.yaml": "exclude: off\n"}
     texts |= {"obs.yaml": "method: obs\n", "empty.yaml": "", "short.txt": "a few words", "used/thesis.tex": "precious"}
@@ -242,6 +243,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("prune --config list.yaml", "no such allocation; choose from .. sensitivity, uniform"),
     ("train --config mapping.yaml", "mapping.yaml: --include: {'a': 'b'} is not text"),
     ("train --config mappings.yaml", "mappings.yaml: --include: {'a': 'b'} is not text"),
+    ("train --config flag.yaml", "flag.yaml: --include: '--output_dir' begins with a hyphen"),
     ("train --config no.yaml", "no.yaml: --eval_data: YAML reads this value as False; put it in quotes"),
     ("train --config off.yaml", "off.yaml: --exclude: YAML reads this value as False; put it in quotes"),
     ("train --config noes.yaml", "noes.yaml: --exclude: False is not text"),
