@@ -109,7 +109,7 @@ def full_disk(error: BaseException) -> str:
 
 def is_lost_process(error: BaseException) -> bool:
     """Whether another process of torchrun has ended; gloo raises a RuntimeError that says it only in its text."""
-    return type(error) is RuntimeError and "gloo/transport" in str(error)
+    return type(error) is RuntimeError and bool(re.search("gloo/transport.*(by peer|Broken pipe)", str(error), re.S))
 
 
 def describe_error(error: Exception) -> str:

@@ -37,8 +37,9 @@ def complete_(args: RunArgs) -> None:
     if recorded and model.pattern not in (None, recorded):
         raise InputError(f"--pattern {model.pattern}: the masks of {model.model} are {recorded}; leave --pattern out")
     model.pattern = model.pattern or recorded
-    model.teacher = model.teacher if args.options.distill else None
-    if args.options.distill and not (model.teacher or base.get("base_model")):
+    if not args.options.distill:
+        model.teacher = None
+    elif not (model.teacher or base.get("base_model")):
         if not Path(model.model).exists():
             raise InputError(
                 f"MODEL {model.model}: no such folder; check the path (for a model of the Hub, also give its dense "

@@ -143,8 +143,14 @@ MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 
 def block_counts(weight: torch.Tensor) -> dict[NMPattern, list[int]]:
-    """`NMPattern.counts` of a weight [..., in_features] for those of PROBES that have blocks in it."""
+    """`NMPattern.counts` of the `live_rows` of a weight for those of PROBES that have blocks in it."""
+    weight = live_rows(weight)
     return {probe: probe.counts(weight).tolist() for probe in PROBES if probe.fits(weight.shape[-1])}
+
+
+def live_rows(weight: torch.Tensor) -> torch.Tensor:
+    """The rows of a weight [..., in_features] that are not 0 everywhere, as those of unused neurons are."""
+    return weight[(weight != 0).any(-1)]
 
 
 def pattern_of_zeros(name: str, weight: torch.Tensor) -> NMPattern | None:
@@ -155,8 +161,8 @@ def pattern_of_zeros(name: str, weight: torch.Tensor) -> NMPattern | None:
 def pattern_of_counts(what: str, counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
     """The pattern of the zeros of a weight, given its `block_counts`; None: it has none, as a dense weight.
 
-    It is the `clear_pattern`; else, the first of WINDOWED that the zeros fit: weights that were kept may be 0 too. As
-    8:32, for example, may fit it by chance, a tenth of the blocks with nonzeros must have n.
+    It is the `clear_pattern`; else, the first of WINDOWED that the zeros fit: weights that were kept may be 0 too. At
+    least a tenth of the blocks with nonzeros must have n, because 8:32, for example, fits 6:8 by chance.
 
     Raises:
         ValueError: most blocks have the nonzeros of one of WINDOWED, but up to a tenth have more; or there are as many
@@ -164,7 +170,7 @@ def pattern_of_counts(what: str, counts: dict[NMPattern, list[int]], in_features
     """
     if pattern := clear_pattern(counts, in_features):
         return pattern
-    unclear = ValueError(f"{what} sparse, but its pattern is not clear from its zeros; give it, or leave it out")
+    unclear = ValueError(f"{what} sparse, but its pattern is not clear from its zeros; give its pattern, or exclude it")
     for pattern in filter(counts.get, WINDOWED):
         blocks = counts[pattern]
         wrong, nonzero = sum(blocks[pattern.n + 1 :]), sum(blocks[1:])

@@ -105,7 +105,7 @@ def prune_(
         InputError: a ValueError whose message names the argument: an unknown method or option, a value out of range,
             data of another form, no layer to prune, weights that are NaN.
     """
-    with arguments_in_errors(), own_random_numbers():
+    with arguments_in_errors(), own_random_numbers(model):
         chosen, allocated = get_method(method), get_allocation(allocation)
         known = {name: default for name, default in (chosen.options | allocated.options).items() if name != "seed"}
         check_option_names(
@@ -185,7 +185,7 @@ def finetune_(
         InputError: a ValueError whose message names the argument: no layer is N:M, the teacher has other tokens, an
             option is unknown or out of range.
     """
-    with arguments_in_errors(), own_random_numbers():
+    with arguments_in_errors(), own_random_numbers(model):
         known = {name: value for name, value in vars(FinetuneOptions()).items() if name != "seed"}
         if teacher is None:
             options = {"distill": 0.0} | options
@@ -358,8 +358,9 @@ def check_language_model(model: nn.Module) -> None:
 def refuse_tuples(model: nn.Module, what: str) -> None:
     """Raises InputError, which begins with `what`, if the outputs of the model have no names."""
     config = getattr(model, "config", None)
-    if config and not (config.return_dict and config.get_text_config().return_dict):
-        remedy = f"set {what}.config.return_dict = True (also in its text_config)"
+    text_config = getattr(config, "get_text_config", lambda: None)()
+    if False in (getattr(config, "return_dict", True), getattr(text_config, "return_dict", True)):
+        remedy = f"set return_dict = True in {what}.config, and in its text_config if there is one"
         raise InputError(f"{what}: returns tuples (return_dict is false); {remedy}")
 
 
@@ -374,9 +375,10 @@ def check_types(options: dict, known: dict) -> None:
             raise InputError(f"{name}={value!r}: must be of type {type(default).__name__}")
 
 
-def own_random_numbers():
-    """A context that restores the states of torch's random number generators at its end."""
-    return torch.random.fork_rng(range(torch.cuda.device_count()))
+def own_random_numbers(model: nn.Module):
+    """A context that restores the states of torch's random number generators on the devices of the model at its end."""
+    weights = model.parameters() if isinstance(model, nn.Module) else ()
+    return torch.random.fork_rng({weight.device.index for weight in weights if weight.is_cuda})
 
 
 @contextmanager

@@ -122,15 +122,15 @@ REFUSALS = {
     "encoder and decoder": (lambda m, t: proxsparse.prune_(with_a_decoder(), "magnitude"), "is not a causal decoder"),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
-        "masks: that of layer model.layers.0.mlp.up_proj is torch.uint8 [2, 2]; give torch.bool [",
+        "masks: layer model.layers.0.mlp.up_proj has torch.uint8 [2, 2]; give torch.bool [",
     ),
     "masks of a vector": (
         lambda m, t: proxsparse.save_masks("none", {"a": torch.arange(8) % 4 < 2}, "2:4"),
-        "masks: that of layer a is torch.bool [8]; give torch.bool [",
+        "masks: layer a has torch.bool [8]; give torch.bool [",
     ),
     "arrays as masks": (
         lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(4, 4).numpy()}, "2:4"),
-        "masks: that of layer a is ndarray; give torch.bool [",
+        "masks: layer a has ndarray; give torch.bool [",
     ),
     "masks to a directory": (
         lambda m, t: proxsparse.save_masks(".", {"a": (torch.arange(8) % 4 < 2)[None]}),
@@ -153,8 +153,11 @@ REFUSALS = {
     "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),
     "encoder": (lambda m, t: proxsparse.prune_(encoder(), "magnitude"), "is not a causal decoder"),
     "tuples": (lambda m, t: proxsparse.prune_(with_tuples(m), "wanda", TEXTS, t), "model: returns tuples"),
-    "tuples, perplexity": (lambda m, t: proxsparse.perplexity(with_tuples(m), t, TEXTS), "model.config.return_dict ="),
-    "tuples, teacher": (tunes(lambda m: with_tuples(tiny_model("llama"))), "set teacher.config.return_dict = True"),
+    "tuples, perplexity": (
+        lambda m, t: proxsparse.perplexity(with_tuples(m), t, TEXTS),
+        "set return_dict = True in model.config",
+    ),
+    "tuples, teacher": (tunes(lambda m: with_tuples(tiny_model("llama"))), "set return_dict = True in teacher.config"),
     "adapters": (lambda m, t: proxsparse.prune_(with_adapter(m), "magnitude"), "model: has adapters of peft"),
     "offloaded": (lambda m, t: proxsparse.prune_(offloaded(m), "magnitude"), "model: has weights that are offloaded"),
     "packed": (

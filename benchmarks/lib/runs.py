@@ -40,7 +40,8 @@ def run_once(args: RunArgs, folder: Path, again: bool, resumes: bool = True) -> 
     args.output.output_dir, args.output.resume_from_checkpoint = str(folder), LAST
     record.unlink(missing_ok=True)
     code, result = job.prune(args), result_of(folder)
-    if code != 0 or (args.method not in (result["perplexity"] or {}) and args.evaluate.eval_data != "none"):
+    names = {args.method} | ({"magnitude"} if args.method == "proxsparse" else set())
+    if code != 0 or (not names <= (result["perplexity"] or {}).keys() and args.evaluate.eval_data != "none"):
         raise KeyboardInterrupt  # Ctrl-C, also in the last evaluation
     if not result["updated"]:  # dozens of models would fill the disk
         for weights in folder.glob(WEIGHTS):

@@ -53,8 +53,8 @@ class TokenStore:
                 raise InputError(f"{folder}: damaged; delete it")
             if before != source:
                 raise InputError(
-                    f"{folder}: the calibration text has changed since the run was stopped, or its files have another "
-                    "time; give the same, or write to another directory; if the text is the same, delete this folder"
+                    f"{folder}: the calibration text, or the modification time of its files, has changed since the "
+                    "run was stopped; delete this folder if the text is the same, else write to another directory"
                 )
 
     def append(self, ids: array, ends: array) -> None:

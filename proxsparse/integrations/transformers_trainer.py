@@ -66,6 +66,13 @@ class ProxTrainerMixin:
             of_transformers = hasattr(getattr(model, "config", None), "get_text_config")
             model = model if of_transformers else None
             self.optimizer = ProxOptimizer(base, self.reg_lambda, self.pattern, model=model)
+        for group in self.optimizer.param_groups:
+            for weight in pruned_parameters(group):
+                if weight.ndim != 2:
+                    raise ValueError(
+                        f"parameter of shape {list(weight.shape)}: only masks of matrices are saved; freeze it "
+                        "(requires_grad_(False)), or pass an optimizer that has it in a group with reg_lambda=0"
+                    )
         return self.optimizer
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:

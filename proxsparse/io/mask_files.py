@@ -92,7 +92,7 @@ def check_mask(name: str, mask: Tensor) -> None:
     """Raises InputError unless it is a bool matrix."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
         kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"masks: that of layer {name} is {kind}; give torch.bool [out_features, in_features]")
+        raise InputError(f"masks: layer {name} has {kind}; give torch.bool [out_features, in_features]")
 
 
 def masks_sha256(masks: dict[str, Tensor]) -> str:

@@ -190,7 +190,7 @@ def read_config(folder: Path):
     """The config of a checkpoint, an object of transformers. Raises InputError if it cannot be read."""
     with one_line(str(folder / "config.json"), "give the folder of a causal language model"):
         config = import_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for part in (config, config.get_text_config()):  # transformers fails with tuples, and does not save the config
+        for part in (config, config.get_text_config()):  # transformers fails with tuples, and cannot save the others
             part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
     return config
 
@@ -269,10 +269,12 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
     """
     source = getattr(model, "source", Source({}, []))
     with phase("saving the model"):
-        if source.folder:
+        if source.folder and source.folder.is_dir():
             copy_files(source.folder, folder, exclude=("*",), keep=PROCESSOR_FILES)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if list(folder.glob(CHAT_TEMPLATES)):  # transformers accepts one of the two
+            (folder / "chat_template.json").unlink(missing_ok=True)
         if extra := source.extra:
             add_tensors(folder, extra)
             write_line(

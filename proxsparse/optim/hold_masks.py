@@ -9,7 +9,16 @@ from torch.optim import Optimizer
 
 from proxsparse.ops import nm_mask
 from proxsparse.optim.param_groups import pruned_parameters, splits_blocks
-from proxsparse.patterns import PROBES, WINDOWED, NMPattern, PatternLike, clear_pattern, not_quite, pattern_of_counts
+from proxsparse.patterns import (
+    PROBES,
+    WINDOWED,
+    NMPattern,
+    PatternLike,
+    clear_pattern,
+    live_rows,
+    not_quite,
+    pattern_of_counts,
+)
 from proxsparse.reference.quantize import INTEGERS
 from proxsparse.runtime.sharding import local
 
@@ -142,13 +151,14 @@ def find_mask(parameter: Tensor, largest: NMPattern | None, name: str) -> Tensor
         return None
     what, in_features = f"parameter {name}, of shape {list(parameter.shape)}, is", parameter.shape[-1]
     probes = [probe for probe in PROBES if probe.fits(in_features) and not splits_blocks(parameter, probe)]
-    counts = {probe: counts_of(parameter, probe) for probe in probes}
+    rows = live_rows(local(parameter))
+    counts = {probe: counts_of(parameter, rows, probe) for probe in probes}
     if largest is None:
         pattern = pattern_of_counts(what, counts, in_features)
     else:
         pattern = clear_pattern(counts, in_features)
         if pattern is None or pattern.density > largest.density:
-            pattern = pattern_within(largest, what, counts.get(largest) or counts_of(parameter, largest))
+            pattern = pattern_within(largest, what, counts.get(largest) or counts_of(parameter, rows, largest))
     return pattern and nm_mask(local(parameter).abs(), pattern)
 
 
@@ -166,9 +176,9 @@ def pattern_within(largest: NMPattern, what: str, blocks: list[int]) -> NMPatter
     return NMPattern(n, largest.m) if 0 < n < largest.m else None
 
 
-def counts_of(parameter: Tensor, pattern: NMPattern) -> list[int]:
-    """`NMPattern.counts` of the whole parameter."""
-    counts = pattern.counts(local(parameter))
+def counts_of(parameter: Tensor, rows: Tensor, pattern: NMPattern) -> list[int]:
+    """`NMPattern.counts` of the rows of the whole parameter; `rows`: those of this process."""
+    counts = pattern.counts(rows)
     for dimension, placement in enumerate(getattr(parameter, "placements", ())):
         if not placement.is_replicate():
             counts = counts.to(parameter.device_mesh.device_type)  # nccl does not accept CPU tensors

@@ -174,8 +174,8 @@ class Run:
         output_folder.remove_checkpoints(path)
         missing = ", ".join(NAMES.get(name, name) for name in contenders if name not in (table or {}))
         if missing and eval_data != "none":
-            todo = f"was not measured ({missing}); to measure that of the model, run proxsparse evaluate {path}"
-            print(f"the model is complete, but the perplexity {todo}", file=sys.stderr)
+            text = f"the model is complete, but not every perplexity was measured (missing: {missing})"
+            print(f"{text}; proxsparse evaluate {path} measures that of the model", file=sys.stderr)
         return code
 
 

@@ -189,14 +189,17 @@ def file_flags(path: Path | str, what: str, parser: Parser) -> dict[str, object]
     for name, value in settings.items():
         if name in NOT_REPEATED:
             raise InputError(f"{what} {path}: {name} is not a flag that a file can set")
-        for item in value if isinstance(value, list) else () if value is None or isinstance(value, bool) else (value,):
-            if isinstance(item, bool) or not isinstance(item, str | int | float | date):
+        if value is None:
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, str | int | float | date) or (isinstance(item, bool) and item is not value):
                 raise InputError(f"{what} {path}: --{name}: {item!r:.60} is not text or a number; put it in quotes")
+            if isinstance(value, list) and str(item).startswith("-"):  # it would be read as a flag
+                reason = "an item of a list cannot begin with a hyphen; in a regular expression write [-]"
+                raise InputError(f"{what} {path}: --{name}: {item!r:.60}: {reason}")
         if isinstance(value, list):
-            if flags := [item for item in value if str(item).startswith("-")]:  # it would be read as a flag
-                raise InputError(f"{what} {path}: --{name}: {flags[0]!r:.60} begins with a hyphen; write [-] for it")
             arguments += [f"--{name}", *map(str, value)]
-        elif value is not None:
+        else:
             arguments.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
     try:
         found = vars(parser.parse_args(arguments))

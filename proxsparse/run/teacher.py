@@ -75,5 +75,5 @@ def named_teacher(base: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        source = "; the name is that in masks.safetensors, --teacher gives another" if base else ""
+        source = "; masks.safetensors names this model, to use another one, give --teacher" if base else ""
         raise InputError(f"--teacher: {error}{source}") from error

@@ -43,9 +43,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, *given):
         """As argparse, with "~" expanded in paths. Refuses several processes if the command runs in one."""
+        options, others = super().parse_known_args(*given)
         if self.command not in MANY_PROCESSES:
             require_one_process(self.command)
-        options, others = super().parse_known_args(*given)
         for name in PATHS:
             if isinstance(value := getattr(options, name, None), str):
                 setattr(options, name, os.path.expanduser(value))

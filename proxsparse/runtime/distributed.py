@@ -45,7 +45,7 @@ def launched_world_size() -> int:
 
 def require_one_process(what: str) -> None:
     """Raises InputError, which begins with `what`, if torchrun has started several processes."""
-    if (count := launched_world_size()) > 1:
+    if all(map(os.environ.get, SET_BY_TORCHRUN)) and (count := launched_world_size()) > 1:
         raise InputError(f"{what}: runs in one process, not in {count}; start it without torchrun")
 
 

@@ -122,12 +122,17 @@ def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, mo
     assert refused(capsys, train.main, [], *words) == []
 
 
-@pytest.mark.parametrize("main", [evaluate, apply, pack, serve, report], ids=lambda module: module.__name__)
-def test_a_command_of_one_process_refuses_torchrun(main, monkeypatch, capsys):
+OUT = ["--output_dir", "b"]
+
+
+@pytest.mark.parametrize(
+    ("main", "more"), [(evaluate, []), (apply, ["--masks", "m", *OUT]), (pack, OUT), (serve, []), (report, [])], ids=str
+)
+def test_a_command_of_one_process_refuses_torchrun(main, more, monkeypatch, capsys):
     for name in ("WORLD_SIZE", *distributed.SET_BY_TORCHRUN):
         monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "0")
     words = f"{main.__name__.rpartition('.')[2]}: runs in one process, not in 2; start it without torchrun"
-    assert refused(capsys, main.main, ["a"], words) == []
+    assert refused(capsys, main.main, ["a", *more], words) == []
 
 
 def test_home_is_expanded_where_the_shell_does_not(monkeypatch, tmp_path, tiny_llama, capsys):

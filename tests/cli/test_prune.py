@@ -149,7 +149,7 @@ def test_the_last_evaluations_lose_nothing(
     assert result["status"] == "complete"
     assert {*result["perplexity"]} & {"dense", "proxsparse", "magnitude"} == {*measured}
     missing = ["ProxSparse mask", "magnitude mask"][len(measured) - 1 :]
-    words = f"the model is complete, but the perplexity was not measured ({', '.join(missing)}); to measure"
+    words = f"the model is complete, but not every perplexity was measured (missing: {', '.join(missing)})"
     assert words in capsys.readouterr().err
     check_pruned(tiny_llama, tmp_path / "run")
 

@@ -243,7 +243,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("prune --config list.yaml", "no such allocation; choose from .. sensitivity, uniform"),
     ("train --config mapping.yaml", "mapping.yaml: --include: {'a': 'b'} is not text"),
     ("train --config mappings.yaml", "mappings.yaml: --include: {'a': 'b'} is not text"),
-    ("train --config flag.yaml", "flag.yaml: --include: '--output_dir' begins with a hyphen"),
+    ("train --config flag.yaml", "flag.yaml: --include: '--output_dir': an item of a list cannot begin"),
     ("train --config no.yaml", "no.yaml: --eval_data: YAML reads this value as False; put it in quotes"),
     ("train --config off.yaml", "off.yaml: --exclude: YAML reads this value as False; put it in quotes"),
     ("train --config noes.yaml", "noes.yaml: --exclude: False is not text"),
@@ -356,7 +356,7 @@ BEFORE_THE_WORK = [
     ("finetune pruned --teacher absent", "--teacher: cannot load model 'absent' .. there is no such folder"),
     (
         "finetune base-gone",
-        "cannot load model 'absent' .. the name is that in masks.safetensors, --teacher gives another",
+        "cannot load model 'absent' .. masks.safetensors names this model, to use another one, give",
     ),
     (
         "finetune base-changed",

@@ -264,7 +264,7 @@ def test_a_changed_text_is_refused(inputs, stopped, capsys):
     text, content = inputs[2], inputs[2].read_text()
     text.write_text(content.replace("Document", "Paper"))
     try:
-        refused(capsys, main, [*arguments, *RESUME], "calibration text has changed since the run was stopped")
+        refused(capsys, main, [*arguments, *RESUME], "has changed since the run was stopped")
     finally:
         text.write_text(content)
 

@@ -74,6 +74,17 @@ def test_kept_weights_that_are_zero_too_change_no_pattern(pattern, given):
     assert found[mask & ~zeros].all()
 
 
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "3:4", "1:4", "1:16", "2:8", "8:16", "4:10"])
+def test_rows_of_zeros_change_no_pattern(pattern):
+    """Those of unused neurons: 60% of the rows."""
+    weight = torch.randn(240, 240)
+    mask = nm_mask(weight.abs(), pattern)
+    sparse = nn.Parameter(weight * mask * (torch.arange(240) % 5 < 2)[:, None])
+    found = hold_masks_(adamw([sparse])).masks[sparse]
+    assert torch.equal(found[::5], mask[::5])
+    assert NMPattern.parse(pattern).is_mask(found)
+
+
 @pytest.mark.parametrize("density", [0.5, 0.8])
 def test_unstructured_zeros_are_no_pattern(density):
     model = pruned_model()
@@ -86,7 +97,7 @@ def test_pruned_weights_whose_pattern_is_not_clear_are_not_trained(pattern):
     weight = torch.randn(192, 192)
     kept = torch.rand(192, 192) < 0.2 if pattern == "unstructured" else nm_mask(weight.abs(), pattern)
     sparse = nn.Parameter(weight * kept)
-    with pytest.raises(ValueError, match=r"is sparse, but its pattern is not clear from its zeros; give it, or leave"):
+    with pytest.raises(ValueError, match=r"is sparse, but its pattern is not clear from its zeros; give its"):
         hold_masks_(adamw([sparse, *pruned_model().parameters()]))
     if pattern != "unstructured":
         assert torch.equal(hold_masks_(adamw([sparse]), pattern).masks[sparse], kept)

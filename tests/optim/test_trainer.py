@@ -158,11 +158,19 @@ def frozen_model():
     return model
 
 
+def with_experts():
+    """A model without config."""
+    model = torch.nn.Linear(8, 8)
+    model.experts = torch.nn.Parameter(torch.randn(3, 8, 8))
+    return model
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda folder: make(folder, frozen_model()).create_optimizer(), "there is nothing to prune"),
         (lambda folder: fine_tuner(folder, tiny_model("llama")).train(), "no parameter of this AdamW is pruned"),
+        (lambda folder: make(folder, with_experts()).create_optimizer(), r"shape \[3, 8, 8\]: only masks of matrices"),
         (lambda folder: make(folder, kind=OnDeepSpeed), r"DeepSpeed ZeRO .*splits N:M blocks.*FSDP2"),
         (lambda folder: make(folder, kind=OnFSDP1), r"FSDP1 .*splits N:M blocks.*FSDP2: .*fsdp=True"),
         (lambda folder: make(folder, kind=Diverging).train(), r"weights became NaN or infinite.*lower learning_rate"),
