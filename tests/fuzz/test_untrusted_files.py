@@ -280,7 +280,6 @@ NASTY = {  # name -> files, command
     "lists in lists": ({"c.yaml": "include: " + DEEP[:60_000]}, "config"),
     "ten megabytes of settings": ({"c.yaml": "#" * 10_000_000}, "config"),
     "a result of 5000 digits": (run_with(steps="9" * 5000), "report"),
-    "half a surrogate pair": (run_with(model='"\\ud800"'), "report"),
     "rows nested deep": ({"a.jsonl": DEEP}, "data"),
     "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
     "half an archive": ({"a.jsonl.gz": gzip.compress(os.urandom(999))[:500]}, "data"),
