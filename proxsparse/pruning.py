@@ -37,7 +37,7 @@ from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike, pattern_of_zeros
 from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningDataArgs
-from proxsparse.run.teacher import refuse_other_vocabulary
+from proxsparse.run.teacher import identity_of, refuse_other_vocabulary
 from proxsparse.runtime.distributed import world_size
 from proxsparse.runtime.progress import shown
 from proxsparse.training.options import FinetuneOptions, check_fields
@@ -219,7 +219,7 @@ def finetune_(
             batches, _ = read_batches(data, model, tokenizer, **more, **given)
             identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
             identity |= {"include": include, "exclude": exclude, **values}
-            identity |= {"a teacher with the digest": digest_of(teacher, ())[:16]} if values["distill"] else {}
+            identity |= identity_of(teacher) if values["distill"] else {}
             saved = saved_progress(checkpoints, identity, model, batches)
             train = partial(train_kept_weights, teacher=teacher)
             return prune_or_restore_(train, ("checkpoints",), model, layers, batches, patterns, saved, values)

@@ -154,8 +154,8 @@ def fine_tuned(
     """Trains the kept weights. `teacher`: name of the dense model; None: none. `teacher_base`: see `load_teacher`."""
     dense = None
     if teacher:
-        dense, digest = load_teacher(teacher, model, teacher_base, run.args.hardware.shard_within_node)
-        checkpoints = replace(checkpoints, identity=checkpoints.identity | {"a teacher with the digest": digest})
+        dense, identity = load_teacher(teacher, model, teacher_base, run.args.hardware.shard_within_node)
+        checkpoints = replace(checkpoints, identity=checkpoints.identity | identity)
         if "dense" not in run.scores:  # `prune --finetune` has measured it
             run.scores["dense"] = run.evaluate(dense, "dense")
     return train_kept_weights(model, layers, batches, patterns, checkpoints, dense, **vars(run.args.training))

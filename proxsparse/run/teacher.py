@@ -13,8 +13,8 @@ from proxsparse.runtime.distributed import on_rank_zero
 from proxsparse.runtime.sharding import shard_and_move_
 
 
-def load_teacher(name: str, model: nn.Module, base: dict[str, str], within_node: bool) -> tuple[nn.Module, str]:
-    """The teacher of the model, on its device, sharded like it; and a digest of its weights, for the checkpoints.
+def load_teacher(name: str, model: nn.Module, base: dict[str, str], within_node: bool) -> tuple[nn.Module, dict]:
+    """The teacher of the model, on its device, sharded like it; and its `identity_of`.
 
     Args:
         base: what masks.safetensors records of the teacher, see `models.loading.base_identity`; {}: --teacher is given.
@@ -26,9 +26,14 @@ def load_teacher(name: str, model: nn.Module, base: dict[str, str], within_node:
     refuse_other_vocabulary(model, teacher, f"--teacher {name}")
     if base.get("base_weights_sha256"):
         on_rank_zero(lambda: refuse_changed(base, base_identity(name, teacher)))
-    weight, digest = next(model.parameters()), digest_of(teacher, ())[:16]
+    weight, identity = next(model.parameters()), identity_of(teacher)
     shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node)
-    return teacher, digest
+    return teacher, identity
+
+
+def identity_of(teacher: nn.Module) -> dict[str, str]:
+    """What the checkpoints of a training record of its teacher: a resumed run must have the same."""
+    return {"a teacher with the digest": digest_of(teacher, ())[:16]}
 
 
 def refuse_changed(recorded: dict[str, str], loaded: dict[str, str]) -> None:

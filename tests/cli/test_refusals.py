@@ -1,9 +1,8 @@
 """What the commands refuse: exit code 2, one line that names the value and the remedy, and no output directory.
 
-The calls run in a folder with the models and texts that `places` makes; the parts of a message are separated by " .. ".
+The calls run in a folder with what damaged_inputs.py makes; the parts of a message are separated by " .. ".
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -13,16 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import pruned, refused
-from pruned import pruned_model
-from safetensors.torch import load_file, save_file
+from commands import refused
+from damaged_inputs import NORM, UP, make_places, set_last
 from task_files import write_task_files
-from tiny_models import byte_tokenizer, save_texts, save_tiny_model
 
 from proxsparse import apply, env, evaluate, finetune, pack, prune, report, train
 from proxsparse.evaluation import zero_shot
 from proxsparse.io import atomic
-from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.run import job
 
 SHORT = "--data text.jsonl --num_samples 8 --seq_len 16 --eval_data none"
@@ -36,110 +32,12 @@ COMMANDS = {  # its main function, and flags with which it succeeds
     "report": (report.main, ""),
     "env": (env.main, ""),
 }
-UP, NORM = "model.layers.1.mlp.up_proj", "model.layers.1.input_layernorm"
-
-
-def change_weights(folder, change):
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    change(weights)
-    save_file(weights, file, {"format": "pt"})
-
-
-def set_last(name, value):
-    return lambda folder: change_weights(folder, lambda weights: weights[f"{name}.weight"].view(-1)[-1:].fill_(value))
-
-
-def set_base(folder, name):
-    file = folder / "masks.safetensors"
-    save_masks(file, load_masks(file), base_model=name, base_weights_sha256="0" * 64)
-
-
-def shorten(folder, name="model.safetensors"):
-    (folder / name).write_bytes((folder / name).read_bytes()[:-10])
-
-
-def cut_a_row(weights):
-    weights[f"{UP}.weight"] = weights[f"{UP}.weight"][1:]
-
-
-def write(name, content):
-    return lambda folder: (folder / name).write_text(content)
-
-
-def index(content):
-    """The weights in shards, which the index names."""
-    return lambda folder: (folder / "model.safetensors").rename(folder / INDEX).write_text(content)
-
-
-INDEX = "model.safetensors.index.json"
-DENSE = {  # damaged copies of the dense model
-    "no-tokenizer": lambda folder: [file.unlink() for file in folder.glob("*token*")],
-    "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-    "cut": shorten,
-    "incomplete": lambda folder: change_weights(folder, lambda weights: weights.pop(f"{UP}.weight")),
-    "infinite-norm": set_last(NORM, torch.inf),
-    "nan-layer": set_last(UP, torch.nan),
-    "infinite-last-norm": set_last("model.norm", torch.inf),
-}
-PRUNED = {  # damaged copies of the pruned model
-    "cut-pruned": shorten,
-    "nan-pruned": set_last("model.norm", torch.nan),
-    "no-weights": lambda folder: (folder / "model.safetensors").unlink(),
-    "no-shard": index('{"weight_map": {"a": "b.safetensors"}}'),
-    "bad-index": index('{"weights": 1}'),
-    "empty-index": index('{"weight_map": {}}'),
-    "empty-weights": lambda folder: save_file({}, folder / "model.safetensors"),
-    "bad-config": write("config.json", "{"),
-    "empty-config": write("config.json", "{}"),
-    "other-shape": lambda folder: change_weights(folder, cut_a_row),
-    "not-2of4": lambda folder: change_weights(folder, lambda weights: weights[f"{UP}.weight"][0, :4].fill_(1.0)),
-    "cut-masks": lambda folder: shorten(folder, "masks.safetensors"),
-    "base-gone": lambda folder: set_base(folder, "absent"),
-    "base-changed": lambda folder: set_base(folder, str(folder.parent / "dense")),
-}
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     """The folder in which the calls run."""
-    folder = tmp_path_factory.mktemp("places")
-    dense, text = save_tiny_model("llama", folder / "dense"), save_texts(folder / "text.jsonl")
-    save_tiny_model("llama", folder / "other-vocabulary", vocab_size=300)
-    pruned(dense, folder / "pruned")
-    (pruned(dense, folder / "3of4", "--pattern", "3:4") / "masks.safetensors").unlink()
-    assert pack.main([str(folder / "pruned"), "--output_dir", str(folder / "packed")]) == 0
-    for source, damages in ((dense, DENSE), (folder / "pruned", PRUNED)):
-        for name, damage in damages.items():
-            damage(shutil.copytree(source, folder / name))
-    swap_two_tokens(shutil.copytree(dense, folder / "other-tokens"))
-    pruned_model().model.save_pretrained(folder / "base-model")
-    four = torch.tensor([True, True, False, False]).repeat(8, 2)
-    save_masks(folder / "no-layer.safetensors", {"model.layers.9.mlp": four})
-    save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
-    texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}
-    texts |= {"c.yaml": "lerning_rate: 1\n", "masked.yaml": "objective: masked\n", "rate.yaml": "learning_rate: 0.1\n"}
-    texts |= {"flag.yaml": "include: [a, --output_dir, b]\n"}
-    texts |= {"list.yaml": "allocation: [x]\n", "mapping.yaml": "include: {a: b}\n", "no.yaml": "eval_data: no\n"}
-    texts |= {"mappings.yaml": "include: [mlp, {a: b}]\n", "noes.yaml": "exclude: [no]\n", "off.yaml": "exclude: off\n"}
-    texts |= {"obs.yaml": "method: obs\n", "empty.yaml": "", "short.txt": "a few words", "used/thesis.tex": "precious"}
-    for name in ("directory", "linked", "pipe", "used"):
-        (folder / name).mkdir()
-    for name, content in texts.items():
-        (folder / name).write_text(content)
-    (folder / "linked" / "secret.txt").symlink_to(folder / "short.txt")
-    os.mkfifo(folder / "pipe" / "a.jsonl")
-    assert text.exists()
-    return folder
-
-
-def swap_two_tokens(folder):
-    tokenizer = byte_tokenizer()
-    tokens = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = tokens["model"]["vocab"]
-    tokens["model"]["vocab"] = vocabulary | {"a": vocabulary["b"], "b": vocabulary["a"]}
-    tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(json.dumps(tokens))
-    tokenizer.save_pretrained(folder)
+    return make_places(tmp_path_factory.mktemp("places"))
 
 
 def call_is_refused(call, message, tmp_path, capsys, trains=False):
