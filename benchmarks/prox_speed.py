@@ -1,8 +1,9 @@
-"""Measures how fast each backend applies the 2:4 prox in place, compared with a plain copy and with EnumALM.
+"""Measures how fast each backend applies the prox in place, compared with a plain copy and, for 2:4, with EnumALM.
 
     python benchmarks/prox_speed.py                                            # this machine, about a minute
     python benchmarks/prox_speed.py --shapes 4096x11008 --dtypes bfloat16 --lambdas 0.25 --models
     python benchmarks/prox_speed.py --shapes --models Llama-2-7b               # its 224 layers in one call
+    python benchmarks/prox_speed.py --shapes 4096x4096 --patterns 2:4 4:6 6:8 8:10
 
 `copy` is the share of the speed of Tensor.copy_ on the same memory, measured directly before each run. EnumALM
 (paper_solvers.enum_alm, at most 100 sweeps) and the reference backend run once, on weights up to --slow_weights.
@@ -27,6 +28,7 @@ from lib.shapes import MODELS, PAPER, Shape, distinct, layer_shapes, prunable_la
 from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_, prox_nm_list_, use_backend
 from proxsparse.ops.registry import get_kernel, list_backends
+from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.runtime.device import choose_device
 
 # The defaults of the flags. On a CPU the shape is the smallest large layer of Llama-2-7b: weight and copy exceed the
@@ -49,6 +51,7 @@ DEFAULTS = {
 }
 COLUMNS = {
     "weights": "{weights}",
+    "pattern": "{pattern}",
     "dtype": "{dtype}",
     "lambda": "{lambda:g}",
     "lambda*|w|": "{lambda_mean:.4f}",
@@ -71,14 +74,15 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = with_defaults(args, DEFAULTS, device)
         cases = {"{}x{}".format(*shape): [shape] for shape in chosen.shapes}
         cases |= {model: prunable_layers(model) for model in distinct(chosen.models)}
-        for dtype, (name, shapes) in itertools.product(args.dtypes, cases.items()):
+        for dtype, (name, shapes), pattern in itertools.product(args.dtypes, cases.items(), args.patterns):
+            case = {"weights": name, "pattern": pattern}
             try:
-                for rows in benchmark(shapes, getattr(torch, dtype), device, chosen):
-                    failed |= any(row.get("failed") for row in results.add([{"weights": name} | row for row in rows]))
+                for rows in benchmark(shapes, getattr(torch, dtype), NMPattern.parse(pattern), device, chosen):
+                    failed |= any(row.get("failed") for row in results.add([case | row for row in rows]))
             except torch.OutOfMemoryError as error:
-                print(f"skipped: {name} in {dtype}: {error_note(error)}", flush=True)
+                print(f"skipped: {name}, {pattern}, in {dtype}: {error_note(error)}", flush=True)
             except Exception as error:  # the other cases are still measured
-                print(f"failed: {name} in {dtype}: {error_note(error)}", flush=True)
+                print(f"failed: {name}, {pattern}, in {dtype}: {error_note(error)}", flush=True)
                 failed = True
             torch.cuda.empty_cache()
         if results.rows:
@@ -93,6 +97,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     names = ", ".join(MODELS)
     parser.add_argument("--shapes", type=matrix_shape, nargs="*", metavar="OUTxIN", help="out_features x in_features")
     parser.add_argument("--models", type=str.lower, nargs="*", choices=[*MODELS], metavar="NAME", help=names)
+    parser.add_argument("--patterns", nargs="+", choices=[*map(str, WINDOWED)], default=["2:4"], help="default: 2:4")
     parser.add_argument("--lambdas", type=float, nargs="+", default=[0.25, 1, 25], help="lambda_1")
     parser.add_argument("--repetitions", type=int, help="minimum number of rounds of copy and kernels")
     parser.add_argument("--seconds", type=float, help="minimum total time of each kernel")
@@ -101,15 +106,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def benchmark(
-    shapes: list[Shape], dtype: torch.dtype, device: torch.device, args: argparse.Namespace
+    shapes: list[Shape], dtype: torch.dtype, pattern: NMPattern, device: torch.device, args: argparse.Namespace
 ) -> Iterator[list[dict[str, object]]]:
     """For every lambda one row for the copy and one for each provider, of one weight or of all layers of a model."""
     sets = rotation(shapes, dtype, device, args.sigma)
     source = sets[0].source
     mean = sum(part.float().abs().sum().item() for part in source.split(2**26)) / source.numel()
     for reg_lambda in args.lambdas:
-        times = fast_times(sets, reg_lambda, args)
-        if len(shapes) == 1 and source.numel() <= args.slow_weights:
+        times = fast_times(sets, reg_lambda, pattern, args)
+        if pattern == NMPattern(2, 4) and len(shapes) == 1 and source.numel() <= args.slow_weights:
             times |= slow_times(sets[0], reg_lambda)
         case = {"dtype": dtype_name(dtype), "lambda": reg_lambda, "sigma": args.sigma, "lambda_mean": reg_lambda * mean}
         for name, row in times.items():
@@ -121,7 +126,9 @@ def benchmark(
         yield [case | {"kernel": name} | row for name, row in times.items()]
 
 
-def fast_times(sets: list[WeightSet], reg_lambda: float, args: argparse.Namespace) -> dict[str, dict]:
+def fast_times(
+    sets: list[WeightSet], reg_lambda: float, pattern: NMPattern, args: argparse.Namespace
+) -> dict[str, dict]:
     """The times of the copy and of every backend except the reference, for one set; a run visits all sets.
 
     A backend that fails gets a note. If it has ended the CUDA context, the copy after it raises.
@@ -136,12 +143,13 @@ def fast_times(sets: list[WeightSet], reg_lambda: float, args: argparse.Namespac
         with use_backend(name):
             for weights in sets:
                 if number == 1:
-                    prox_nm_(weights.weights[0], reg_lambda)
+                    prox_nm_(weights.weights[0], reg_lambda, pattern)
                 else:
-                    prox_nm_list_(weights.weights, [reg_lambda] * number)
+                    prox_nm_list_(weights.weights, [reg_lambda] * number, pattern)
 
-    op, arguments = ("prox_nm_", (1.0, 2, 4)) if number == 1 else ("prox_nm_list_", (2, 4))
-    weight = torch.empty(1, 4, dtype=sets[0].flat.dtype, device=device)
+    sizes = pattern.n, pattern.m
+    op, arguments = ("prox_nm_", (1.0, *sizes)) if number == 1 else ("prox_nm_list_", sizes)
+    weight = torch.empty(1, pattern.m, dtype=sets[0].flat.dtype, device=device)
     names = [name for name in list_backends(op) if get_kernel(op, name).supports(weight, *arguments) is None]
     runs, notes = {}, {}
     for name in names:

@@ -35,7 +35,7 @@ RANDOM = "--devices cpu --seconds 0 --repetitions 1"
 TRAIN = "--model {model} --data {text} --eval_data {text} --eval_seq_len 32 --eval_max_windows 2 --device cpu "
 TRAIN += "--num_samples 4 --seq_len 16"
 SMALL = {  # script -> its flags, which may name files that `small_run` makes
-    "prox_speed": f"{RANDOM} --shapes 8x32 --models tiny --lambdas 25",
+    "prox_speed": f"{RANDOM} --shapes 8x32 --models tiny --lambdas 25 --patterns 2:4 6:8",
     "optimizer_step": f"{RANDOM} --model tiny --blocks 2",
     "linear_speed": f"{RANDOM} --shapes 64x64 --rows 1 512",
     "generate_speed": "--devices cpu --models tiny --modes eager --prompt 4 --new_tokens 3 --batches 2",

@@ -101,14 +101,16 @@ def chart(
 
 
 def prox_speed(rows: list[dict]):
-    """Share of the copy's speed for the first weight: a group for each backend, a bar for each dtype and lambda."""
-    rows = [row for row in rows if row["weights"] == rows[0]["weights"] and "p20_ms" in row and "note" not in row]
+    """Share of the copy's speed for the first weight and pattern: a group per backend, a bar per dtype and lambda."""
+    first = rows[0]["weights"], rows[0].get("pattern", "2:4")  # older rows are 2:4
+    rows = [row for row in rows if (row["weights"], row.get("pattern", "2:4")) == first and "p20_ms" in row]
+    rows = [row for row in rows if "note" not in row]
     series: Series = {}
     for row in rows:
         if row["kernel"] != "copy":
             point = row["kernel"], row["share_of_copy"], f"{row['share_of_copy']:.0%}"
             series.setdefault(f"{row['dtype']}, λ = {row['lambda']:g}", []).append(point)
-    title = f"2:4 prox in place, {rows[0]['weights']}, {rows[0]['device']}"
+    title = f"{first[1]} prox in place, {first[0]}, {rows[0]['device']}"
     return chart(title, [("", "", series)], "share of the speed of a copy", (7, 3.4), bars=True, levels={"copy": 1})
 
 
