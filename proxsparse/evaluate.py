@@ -132,8 +132,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         require("seq_len", options.seq_len, options.seq_len >= 2, "at least 2 tokens: the first one is not predicted")
     windows = options.max_windows
     require("max_windows", windows, windows >= 1 or windows == -1, "at least 1, or -1 for all")
-    if options.json not in (None, "-"):
-        check_json_file(Path(options.json))
+    if options.json not in (None, "-") and os.path.lexists(options.json):
+        raise InputError(f"--json {options.json}: exists; name a new file, or delete this one")
+    if options.json not in (None, "-") and not os.access(Path(options.json).absolute().parent, os.W_OK):
+        raise InputError(f"--json {options.json}: no such folder, or it is not writable; name a file in another one")
     if options.limit is not None and not options.tasks:
         raise InputError(f"--limit {options.limit}: limits the questions of --tasks; give --tasks, or leave it out")
     if options.tasks:
@@ -141,16 +143,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.data is None:
         options.data = [] if options.tasks else ["builtin"]
     return options
-
-
-def check_json_file(path: Path) -> None:
-    """Raises InputError if the --json file exists, or cannot be written."""
-    if os.path.lexists(path):
-        raise InputError(f"--json {path}: exists; name a new file, or delete this one")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"--json {path}: no such folder; name a file in a folder that exists")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise InputError(f"--json {path}: the folder is not writable; fix the permissions or name another file")
 
 
 def report(row: dict, json_file: str | None) -> None:
