@@ -41,14 +41,9 @@ def complete_(args: RunArgs) -> None:
         model.teacher = None
     elif not (model.teacher or base.get("base_model")):
         if not Path(model.model).exists():
-            raise InputError(
-                f"MODEL {model.model}: no such folder; check the path (for a model of the Hub, also give its dense "
-                "model with --teacher)"
-            )
-        raise InputError(
-            f"--teacher is missing: {model.model} has no masks.safetensors that names the dense model; give the dense "
-            "model, or train without a teacher: --distill 0"
-        )
+            raise InputError(f"MODEL {model.model}: no such folder; check the path (for a Hub model, add --teacher)")
+        reason = f"{model.model} has no masks.safetensors that names the dense model"
+        raise InputError(f"--teacher is missing: {reason}; give it, or train without a teacher: --distill 0")
 
 
 if __name__ == "__main__":

@@ -69,12 +69,9 @@ class Run:
         return Checkpoints(self.folder.path, identity)
 
     def begin(self, model: nn.Module, updated: dict[str, nn.Linear]) -> dict[str, Tensor]:
-        """Writes config.yaml and moves the model to its device.
+        """Writes config.yaml and moves the model to its device. Returns parameter name -> W0, the rows of this process.
 
-        Args:
-            updated: layers whose new weights are saved in checkpoints.
-        Returns:
-            parameter name -> W0, the rows of this process.
+        `updated`: layers whose new weights are saved in checkpoints.
         """
         hardware, path, blocks = self.args.hardware, self.folder.path, decoder_blocks(model)
 
@@ -102,10 +99,8 @@ class Run:
     ) -> dict:
         """Writes the model under its masks (dense, zeros +0.0), its tokenizer, and the masks, atomically.
 
-        Args:
-            base: the pretrained model, see `models.loading.base_identity`.
-        Returns:
-            The entries of result.json about the masks and the layers; right on rank zero.
+        Returns the entries of result.json about the masks and the layers; right on rank zero. `base`: the pretrained
+        model, see `models.loading.base_identity`.
         """
         snap_(model, pretrained, pruned.masks, pruned.trained)
         masks = gather_masks(pruned.masks, {name: layer.weight for name, layer in layers.items()})
@@ -128,13 +123,8 @@ class Run:
         """Measures the perplexity under the masks and those of the baselines, and writes the results.
 
         They are the model card, result.json, which marks the end of the run, and with metrics.jsonl the report. A
-        complete run removes its checkpoints.
-
-        Args:
-            samples: number of calibration samples; None: the method needs none.
-            figures: more entries of result.json.
-        Returns:
-            The exit code: 0, or 128 + the number of the signal that stopped the run.
+        complete run removes its checkpoints. Returns the exit code: 0, or 128 + the number of the signal that stopped
+        the run. `samples`: number of calibration samples; None: the method needs none.
         """
         signal, path, eval_data = pruned.stop.number, self.folder.path, self.args.evaluate.eval_data
         code = 128 + signal if signal else 0
@@ -184,23 +174,17 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
     """The output directory of a run, locked for this run within the block, see `output_folder.opened`.
 
     Rank 0 opens it for all processes. If the block fails with an error after which the same command may succeed, the
-    error names what is saved and how to resume.
-
-    Raises:
-        InputError: as `output_folder.opened`.
+    error names what is saved and how to resume. Raises InputError as `output_folder.opened`.
     """
     with ExitStack() as stack:
 
         def enter() -> OutputFolder:
             path, resume = output_dir_of(args), args.output.resume_from_checkpoint is not None
-            folder = stack.enter_context(
-                output_folder.opened(path, args.command, args.flags(), resume=resume, may_differ=MAY_DIFFER)
-            )
-            if not resume or folder.complete:
-                return folder
-            saved = saved_names(path)
-            what = f"resuming in {path}: {progress_text(saved) or 'nothing saved yet'}"
-            print(what if folder.resumed else f"no run to resume in {str(path)!r}: starting it", file=sys.stderr)
+            checks = {"resume": resume, "may_differ": MAY_DIFFER}
+            folder = stack.enter_context(output_folder.opened(path, args.command, args.flags(), **checks))
+            if resume and not folder.complete:
+                what = f"resuming in {path}: {progress_text(saved_names(path)) or 'nothing saved yet'}"
+                print(what if folder.resumed else f"no run to resume in {str(path)!r}: starting it", file=sys.stderr)
             return folder
 
         folder = on_rank_zero(enter)

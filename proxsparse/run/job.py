@@ -165,14 +165,10 @@ def describe_layers(model: nn.Module, layers: dict[str, nn.Linear], already: lis
     """Prints lines on routers that stay dense, and on layers that are N:M before the run."""
     dense = [name for name in routers(model) if name not in layers]
     if dense and not args.model.exclude:
-        write_line(
-            f"{len(dense)} router layers stay dense, such as {dense[0]}; to prune them too: --include router gate ."
-        )
+        write_line(f"{len(dense)} routers stay dense, such as {dense[0]}; to prune them too: --include router gate .")
     if already:
-        write_line(
-            f"already {args.model.pattern}: {len(already)} of {len(layers)} layers, such as {already[0]}; this run "
-            "starts from a pruned model"
-        )
+        count = f"{len(already)} of {len(layers)} layers, such as {already[0]}"
+        write_line(f"already {args.model.pattern}: {count}; this run starts from a pruned model")
 
 
 def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[TokenBatches | list, int | None]:

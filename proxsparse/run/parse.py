@@ -33,8 +33,7 @@ from proxsparse.training.options import OBJECTIVES, FinetuneOptions, LearningOpt
 def parse_train(arguments: list[str] | None) -> RunArgs:
     """The flags of `proxsparse train`; without any, the demo recipe. `arguments`: None: those of the process.
 
-    Raises:
-        InputError: an unknown flag or recipe, an absent or malformed file, an invalid value.
+    Raises InputError for an unknown flag or recipe, an absent or malformed file, an invalid value.
     """
     return train_args(**vars(train_parser().parse_args(arguments)))
 
@@ -59,8 +58,7 @@ EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs")
 def train_args(**given) -> RunArgs:
     """The checked flags of `proxsparse train`: `given`, completed from its `config` and `recipe` and from the defaults.
 
-    Raises:
-        InputError: as `parse_train`.
+    Raises InputError as `parse_train`.
     """
     from_file = file_flags(given["config"], "--config", train_parser()) if given.get("config") else {}
     recipe = given.get("recipe") or from_file.get("recipe")
@@ -109,10 +107,8 @@ def parse_finetune(arguments: list[str] | None) -> RunArgs:
 def parse_prune(arguments: list[str]) -> RunArgs:
     """The flags of `proxsparse prune`: shared flags, the options of the method and the allocation, and of --finetune.
 
-    --method proxsparse has the flags of `proxsparse train`.
-
-    Raises:
-        InputError: an unknown flag, method or allocation, an option of another method, an invalid value.
+    --method proxsparse has the flags of `proxsparse train`. Raises InputError as `parse_train`, and for an unknown
+    method or allocation.
     """
     chooser = Parser("prune", add_help=False, argument_default=argparse.SUPPRESS)
     for name in ("--method", "--allocation", "--config"):
@@ -123,15 +119,11 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     method, allocation = asked.get("method"), str(asked.get("allocation") or UNIFORM)
     finetune = str(asked.get("finetune")).lower() == "true"  # a file may have it as text
     if finetune and method in list_methods() and "learning_rate" in get_method(method).options:  # trains by itself
-        raise InputError(
-            f"--finetune: not with --method {method}; run proxsparse finetune on its --output_dir after it"
-        )
+        raise InputError(f"--finetune: not with --method {method}; run proxsparse finetune on its --output_dir then")
     if method == PROXSPARSE:
         if allocation != UNIFORM:
-            raise InputError(
-                f"--allocation {allocation}: {PROXSPARSE} has one --pattern for all layers; leave it out, or choose "
-                "another --method"
-            )
+            reason = f"{PROXSPARSE} has one --pattern for all layers; leave it out, or choose another --method"
+            raise InputError(f"--allocation {allocation}: {reason}")
         return parse_train([*others, *(["--config", asked["config"]] if "config" in asked else [])])
     parser = prune_parser(method, allocation, finetune)
     given = vars(parser.parse_args(arguments))  # --help ends here
@@ -164,12 +156,8 @@ def prune_parser(method: str | None, allocation: str, finetune: bool = False) ->
     add_flag(parser, "method", str, f"one of: {', '.join(list_methods())}")
     what = f"how N:M of each decoder block is chosen; one of: {', '.join(ALLOCATIONS)} (default: {UNIFORM})"
     add_flag(parser, "allocation", str, what)
-    add_flag(
-        parser,
-        "finetune",
-        bool,
-        "then train the kept weights on the same samples, as proxsparse finetune; the mask is held",
-    )
+    what = "then train the kept weights on the same samples, as proxsparse finetune; the mask is held"
+    add_flag(parser, "finetune", bool, what)
     add_sections(parser, "prune", more=(FinetuneOptions,) if finetune else ())
     rows = [get_method(method)] if method in list_methods() else []
     for row in (*rows, get_allocation(allocation)):
