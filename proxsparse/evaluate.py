@@ -75,11 +75,12 @@ def main(arguments: list[str] | None = None) -> int:
             failed.append(task)
             row = {"error": describe_error(error)}
         report(identity | {"task": task} | row, options.json)
-    if scores and not failed:
-        report(identity | {"task": "average", "acc": average(scores), "tasks": len(scores)}, options.json)
     if failed:
-        print(f"error: {len(failed)} of {len(scores) + len(failed)} tasks failed: {', '.join(failed)}", file=sys.stderr)
-    return FAILED if failed else 0
+        print(f"error: {len(failed)} of {len(options.tasks)} tasks failed: {', '.join(failed)}", file=sys.stderr)
+        return FAILED
+    if scores:
+        report(identity | {"task": "average", "acc": average(scores), "tasks": len(scores)}, options.json)
+    return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -38,11 +38,7 @@ class NMPattern:
 
     @classmethod
     def parse(cls, pattern: "PatternLike") -> "NMPattern":
-        """`"2:4"` -> `NMPattern(2, 4)`; a pattern is returned as it is.
-
-        Raises:
-            ValueError: for any other text.
-        """
+        """`"2:4"` -> `NMPattern(2, 4)`; a pattern is returned as it is. Raises ValueError for any other text."""
         if isinstance(pattern, cls):
             return pattern
         match = TEXT.fullmatch(pattern) if isinstance(pattern, str) else None
