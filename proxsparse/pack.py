@@ -112,9 +112,8 @@ def refuse_differences(folder: Path, source_headers: dict, written: dict, config
 def calibrated(options, source_headers: dict, stored: dict[str, tuple]) -> dict:
     """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate.
 
-    `stored`: name in the model -> name in the files, which is that of the result, and pattern.
-
-    The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
+    `stored`: name in the model -> name in the files, which is that of the result, and pattern. The weights have the
+    dtype of the files, where they may need no rounding; config.json may have another one.
     """
     check_source(options.calibrate)
     dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, (file, _) in stored.items()}

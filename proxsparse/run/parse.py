@@ -50,7 +50,7 @@ def train_parser() -> Parser:
 
 # If a source changes --objective, the values of these flags from sources of lower precedence are dropped: they were
 # chosen for the old one.
-CHOSEN_FOR_OBJECTIVE = (*OBJECTIVES["paper"], "distill", "match_hidden")
+CHOSEN_FOR_OBJECTIVE = {*OBJECTIVES["paper"], "distill", "match_hidden"}
 # If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"), ("save_minutes", "save_steps"))
 
@@ -67,22 +67,18 @@ def train_args(**given) -> RunArgs:
     if recipe and recipe not in RECIPE_NAMES:
         raise InputError(f"--recipe {recipe}: no such recipe; choose from {', '.join(RECIPE_NAMES)}")
     from_recipe = file_flags(RECIPES / f"{recipe}.yaml", "recipe", train_parser()) if recipe else {}
-    merged: dict = {}
-    for source in (from_recipe, from_file, given):
-        current = merged.get("objective", LearningOptions.objective)
-        if source.get("objective", current) != current:
-            for name in CHOSEN_FOR_OBJECTIVE:
-                merged.pop(name, None)
-        merged = over(merged, source)
-    args = checked("train", PROXSPARSE, UNIFORM, merged | {"recipe": recipe})
+    args = checked("train", PROXSPARSE, UNIFORM, over(over(from_recipe, from_file), given) | {"recipe": recipe})
     if args.hardware.pretrained_weights is None:  # masked layers need them at every step
         args.hardware.pretrained_weights = "device" if args.options.masked else "cpu"
     return args
 
 
 def over(lower: dict[str, object], source: dict[str, object]) -> dict[str, object]:
-    """The values of both, those of `source` first, see EXCLUSIVE."""
+    """The values of both, those of `source` first, see CHOSEN_FOR_OBJECTIVE and EXCLUSIVE."""
     dropped = {pair[1] for row in EXCLUSIVE for pair in (row, row[::-1]) if source.get(pair[0]) is not None}
+    before = lower.get("objective", LearningOptions.objective)
+    if source.get("objective", before) != before:
+        dropped |= CHOSEN_FOR_OBJECTIVE
     return {name: value for name, value in lower.items() if name not in dropped} | source
 
 
