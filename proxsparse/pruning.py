@@ -106,7 +106,7 @@ def prune_(
         InputError: a ValueError whose message names the argument: an unknown method or option, a value out of range,
             data of another form, no layer to prune, weights that are NaN.
     """
-    with arguments_in_errors(), own_random_numbers(model):
+    with front_door(model):
         chosen, allocated = get_method(method), get_allocation(allocation)
         known = chosen.options | allocated.options
         what = f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
@@ -125,20 +125,19 @@ def prune_(
         layers = prunable_layers(unfold_linears_(model), pattern, include, exclude)
         one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(layers, pattern)
         patterns = {name: NMPattern.parse(one_each[name]) for name in layers}
-        with shown(is_interactive()):
-            batches = []
-            if chosen.needs_data or allocated.needs_data:
-                if data is None:
-                    raise InputError(f"data=None: method {method!r} needs calibration text, such as data='c4'")
-                given |= {"batch_size": options.get("per_device_train_batch_size", 1), "seed": seed}
-                batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
-            identity = {"method": method, "pattern": str(pattern), "allocation": allocation} | more | values
-            saved = saved_progress(checkpoints, identity, model, batches)
-            if allocation != UNIFORM:
-                patterns = allocate(allocation, model, layers, batches, pattern, saved, **of_allocation)
-                layers = {name: layers[name] for name in patterns}
-            prune = partial(chosen.prune, model, layers, batches, patterns, **of_method)
-            return prune_or_restore_(prune, chosen.takes, model, saved)
+        batches = []
+        if chosen.needs_data or allocated.needs_data:
+            if data is None:
+                raise InputError(f"data=None: method {method!r} needs calibration text, such as data='c4'")
+            given |= {"batch_size": options.get("per_device_train_batch_size", 1), "seed": seed}
+            batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
+        identity = {"method": method, "pattern": str(pattern), "allocation": allocation} | more | values
+        saved = saved_progress(checkpoints, identity, model, batches)
+        if allocation != UNIFORM:
+            patterns = allocate(allocation, model, layers, batches, pattern, saved, **of_allocation)
+            layers = {name: layers[name] for name in patterns}
+        prune = partial(chosen.prune, model, layers, batches, patterns, **of_method)
+        return prune_or_restore_(prune, chosen.takes, model, saved)
 
 
 def finetune_(
@@ -183,7 +182,7 @@ def finetune_(
         InputError: a ValueError whose message names the argument: no layer is N:M, the teacher has other tokens, an
             option is unknown or out of range.
     """
-    with arguments_in_errors(), own_random_numbers(model):
+    with front_door(model):
         known = vars(FinetuneOptions())
         if teacher is None:
             options = {"distill": 0.0} | options
@@ -210,14 +209,13 @@ def finetune_(
                 raise InputError("teacher: shares weights with the model, which change; load the dense model again")
             check_language_model(teacher, "teacher")
             refuse_other_vocabulary(model, teacher, "teacher")
-        with shown(is_interactive()):
-            given |= {"window": data_args.window, "batch_size": values["per_device_train_batch_size"], "seed": seed}
-            batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
-            identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
-            identity |= more | values | (identity_of(teacher) if values["distill"] else {})
-            saved = saved_progress(checkpoints, identity, model, batches)
-            train = partial(train_kept_weights, model, layers, batches, patterns, teacher=teacher, **values)
-            return prune_or_restore_(train, ("checkpoints",), model, saved)
+        given |= {"window": data_args.window, "batch_size": values["per_device_train_batch_size"], "seed": seed}
+        batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
+        identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
+        identity |= more | values | (identity_of(teacher) if values["distill"] else {})
+        saved = saved_progress(checkpoints, identity, model, batches)
+        train = partial(train_kept_weights, model, layers, batches, patterns, teacher=teacher, **values)
+        return prune_or_restore_(train, ("checkpoints",), model, saved)
 
 
 def perplexity(
@@ -244,7 +242,7 @@ def perplexity(
     Raises:
         InputError: a ValueError whose message names the argument.
     """
-    with arguments_in_errors(), shown(is_interactive()):
+    with front_door(model):
         check_language_model(model)
         check_types({"seq_len": seq_len, "max_windows": max_windows}, TYPICAL)
         check_fields(EvaluateArgs(eval_seq_len=seq_len, eval_max_windows=max_windows, eval_bos=bos))
@@ -279,10 +277,10 @@ def prune_or_restore_(
     else:
         before = copy_weights(model)
     learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
-    given = {name: {"checkpoints": checkpoints, "pretrained": before}[name] for name in takes}
+    given = {"checkpoints": checkpoints, "pretrained": before}
     model.zero_grad()  # gradients of the caller
     try:
-        pruned = prune(**given)
+        pruned = prune(**{name: given[name] for name in takes})
     except BaseException:
         snap_(model, before, {})
         raise
@@ -319,10 +317,8 @@ def tokens_folder(checkpoints: str | Path | None) -> Path | None:
 def check_model(model: nn.Module) -> None:
     """Raises InputError unless it is a dense, causal language model of transformers with finite weights."""
     if world_size() > 1:
-        raise InputError(
-            f"this function runs in one process, not in a process group of {world_size()}; start proxsparse.train or "
-            "proxsparse.finetune with torchrun instead"
-        )
+        remedy = "start proxsparse train or finetune with torchrun instead"
+        raise InputError(f"this function runs in one process, not in a process group of {world_size()}; {remedy}")
     check_language_model(model)
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise InputError("model: has adapters of peft, which would be pruned too; give model.merge_and_unload()")
@@ -338,10 +334,8 @@ def check_language_model(model: nn.Module, what: str = "model") -> None:
     """Raises InputError, which begins with `what`, unless it is a causal language model whose outputs have names."""
     config = getattr(model, "config", None)
     if config is None or getattr(model, "get_output_embeddings", lambda: None)() is None:
-        raise InputError(
-            f"{what}: {type(model).__name__} is not a causal language model of transformers; load it with "
-            "AutoModelForCausalLM"
-        )
+        reason = f"{type(model).__name__} is not a causal language model of transformers"
+        raise InputError(f"{what}: {reason}; load it with AutoModelForCausalLM")
     refuse_not_causal(model, what)
     if False in (getattr(part, "return_dict", True) for part in (config, config.get_text_config())):
         remedy = f"set return_dict = True in {what}.config, and in its text_config if there is one"
@@ -359,21 +353,16 @@ def check_types(options: dict, known: dict) -> None:
             raise InputError(f"{name}={value!r}: must be of type {type(default).__name__}")
 
 
-def own_random_numbers(model: nn.Module):
-    """A context that restores the states of torch's random number generators on the devices of the model at its end."""
-    weights = model.parameters() if isinstance(model, nn.Module) else ()
-    return torch.random.fork_rng({weight.device.index for weight in weights if weight.is_cuda})
-
-
 @contextmanager
-def arguments_in_errors() -> Iterator[None]:
-    """Within the block an InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ..."."""
+def front_door(model: nn.Module) -> Iterator[None]:
+    """The context of a call. It shows progress if somebody watches, and restores torch's random number generators.
+
+    An InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ...".
+    """
+    interactive = sys.stderr.isatty() or "ipykernel" in sys.modules  # a terminal or a notebook
+    weights = model.parameters() if isinstance(model, nn.Module) else ()
     try:
-        yield
+        with shown(interactive), torch.random.fork_rng({weight.device.index for weight in weights if weight.is_cuda}):
+            yield
     except InputError as error:
         raise InputError(re.sub(r"--(?:eval_)?(\w+)", r"\1", str(error))) from error.__cause__
-
-
-def is_interactive() -> bool:
-    """Whether somebody watches: a terminal or a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
