@@ -25,9 +25,7 @@ def complete_(args: RunArgs) -> None:
     """Sets a --pattern that is not given to the one that the model's masks.safetensors records.
 
     Without a recorded pattern, that of each layer is found from its zeros. Without distillation there is no teacher.
-
-    Raises:
-        InputError: there is no such model; the pattern given is another one; no teacher is given or recorded.
+    Raises InputError if there is no such model, another pattern is given, or no teacher is given or recorded.
     """
     model = args.model
     locate(model.model)

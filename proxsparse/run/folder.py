@@ -25,7 +25,7 @@ from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.loading import load_model, save_model
-from proxsparse.models.snap import snap_
+from proxsparse.models.snap import apply_masks_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import result as results
 from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
@@ -218,9 +218,8 @@ def progress_in_errors(path: Path) -> Iterator[None]:
         external = (KeyboardInterrupt, OSError, dist.DistError, torch.AcceleratorError)
         if is_lost_process(error) or (is_rank_zero() and (isinstance(error, external) or full_disk(error))):
             with suppress(OSError):  # the disk may be unavailable
-                reached = path.is_dir()
-                saved = progress_text(saved_names(path)) if reached else ""
-                if saved or not reached:
+                saved = progress_text(saved_names(path))
+                if saved or not path.is_dir():
                     state = f"{saved} saved" if saved else f"{path} cannot be reached"
                     error.add_note(f"{state}; {how_to_resume(path)}")
                 elif isinstance(error, KeyboardInterrupt):
@@ -240,9 +239,8 @@ def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: 
         return model
     model, _ = load_model(name)
     for parameter_name, value in trained.items():
-        parameter = model.get_parameter(parameter_name)
-        parameter.data = value.to(parameter.dtype)
-    snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
+        model.get_parameter(parameter_name).data.copy_(value)
+    apply_masks_(model, masks)
     return model
 
 

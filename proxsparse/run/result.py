@@ -63,9 +63,8 @@ def scores_under(
 ) -> tuple[dict[str, Perplexity], int]:
     """The perplexity of the pretrained weights under each set of masks, as far as it was measured; the exit code.
 
-    An error or a signal ends the measurement with a message, and not the run: the masks are complete.
-
-    `trained`: names of parameters that keep their current values, as in `models.snap_`.
+    An error or a signal ends the measurement with a message, and not the run: the masks are complete. `trained`: names
+    of parameters that keep their current values, as in `models.snap_`.
     """
     scores, code = {}, 0
     try:
@@ -116,10 +115,7 @@ def layer_figures(model: nn.Module, layers: dict[str, nn.Linear], patterns: dict
 def warnings_for(table: dict | None, figures: dict, samples: int | None, args: RunArgs) -> list[str]:
     """Warnings about the quality of the masks, each with a remedy.
 
-    Args:
-        table: from `perplexity_table`.
-        figures: from `Pruned.figures`.
-        samples: number of calibration samples; None: the method needs none.
+    `table`: from `perplexity_table`; `figures`: of `Pruned`; `samples`: their number, None: the method needs none.
     """
     found, table = [], table or {}
     if samples is not None and samples < args.data.num_samples:
