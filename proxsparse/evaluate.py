@@ -114,10 +114,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         require("seq_len", options.seq_len, options.seq_len >= 2, "at least 2 tokens: the first one is not predicted")
     windows = options.max_windows
     require("max_windows", windows, windows >= 1 or windows == -1, "at least 1, or -1 for all")
-    if options.json not in (None, "-") and os.path.lexists(options.json):
-        raise InputError(f"--json {options.json}: exists; name a new file, or delete this one")
-    if options.json not in (None, "-") and not os.access(Path(options.json).absolute().parent, os.W_OK):
-        raise InputError(f"--json {options.json}: no such folder, or it is not writable; name a file in another one")
+    if options.json not in (None, "-"):
+        if os.path.lexists(options.json):
+            raise InputError(f"--json {options.json}: exists; name a new file, or delete this one")
+        if not os.access(Path(options.json).absolute().parent, os.W_OK):
+            raise InputError(f"--json {options.json}: no such folder, or it is read-only; name a file in another one")
     if options.limit is not None and not options.tasks:
         raise InputError(f"--limit {options.limit}: limits the questions of --tasks; give --tasks, or leave it out")
     if options.tasks:

@@ -92,7 +92,7 @@ class EvaluateArgs:
         None, "window of the perplexity in tokens; default: 1024, context or text if shorter", valid=TWO_TOKENS
     )
     eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", valid=WINDOWS)
-    eval_bos: str | None = flag(None, f"of the perplexity: {BOS_HELP}", choices=("first", "each"))
+    eval_bos: str | None = flag(None, f"for the perplexity: {BOS_HELP}", choices=("first", "each"))
 
 
 @dataclass
