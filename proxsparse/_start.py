@@ -41,9 +41,7 @@ def quit_at_once(_number, _frame) -> None:
 def explain_missing_package(kind: type[BaseException], error: BaseException, trace) -> None:
     """Ends a command that cannot be imported with one line: proxsparse was installed without its dependencies."""
     if isinstance(error, ModuleNotFoundError) and not os.environ.get("PROXSPARSE_DEBUG"):
-        sys.stderr.write(
-            f"error: the package {error.name} is not installed; install proxsparse with its dependencies\n"
-        )
+        sys.stderr.write(f"error: {error.name} is not installed; install proxsparse with its dependencies\n")
     else:
         sys.__excepthook__(kind, error, trace)
 

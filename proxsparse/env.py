@@ -39,16 +39,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints versions, the backend of each op and of packed layers, and the remedies for unavailable backends."""
     Parser("env", description="Print " + __doc__.partition(": ")[2]).parse_args(arguments)
     device = choose_device("auto")
-    rows = op_rows(device)
+    table, reasons = survey(device)
     print(f"proxsparse {proxsparse.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(f"device {device_name(device)}, threads: {torch.get_num_threads()}")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
     print(f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'} (of this build of torch)")
     print(f"compilers: {program_version(os.environ.get('CXX') or 'c++')}; nvcc {program_version('nvcc')}")
     print(f"\nbackends for a bfloat16 2:4 weight on {device}; explicitly selected: {chosen_backend() or 'none'}")
-    print(table(rows))
+    print(table)
     print("\nwhy a backend is not available:")
-    print("\n".join(f"  {line}" for line in [*reasons(rows), *advice(device)] or ["all are available"]))
+    print("\n".join(f"  {line}" for line in [*reasons, *advice(device)] or ["all are available"]))
     return 0
 
 
@@ -61,10 +61,11 @@ def program_version(program: str) -> str:
     return next((line.strip() for line in lines if re.search(r"\d+\.\d+", line)), path)
 
 
-def op_rows(device: torch.device) -> dict[str, tuple[dict[str, str | None], str | None]]:
-    """Op -> (backend -> None or why it does not support typical arguments, the backend that is selected).
+def survey(device: torch.device) -> tuple[str, list[str]]:
+    """A table of the backends of each op, and why some are not available, with the remedy, a line for each reason.
 
-    `sparse_linear` has a row for inputs of 1, 16 and 512 rows, for a layer of 4,096 features.
+    A backend is "selected", "available", "-" (see the reasons), or "" without a kernel for the op. `sparse_linear` has
+    a row for inputs of 1, 16 and 512 rows, for a layer of 4,096 features.
     """
     weight = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
     calls = {op: (op, partial(select, op), (weight, *arguments)) for op, arguments in TYPICAL_ARGUMENTS.items()}
@@ -72,34 +73,19 @@ def op_rows(device: torch.device) -> dict[str, tuple[dict[str, str | None], str 
     for count in (1, 16, 512):
         x = torch.zeros(count, 4096, dtype=torch.bfloat16, device=device)
         calls[f"sparse_linear({count} rows)"] = "sparse_linear", select_kernel, (x, values)
-    rows = {}
+    rows, refused = [], collections.defaultdict(list)  # the latter: (backend, reason) -> names
     for name, (op, choose, arguments) in calls.items():
-        unavailable = {backend: get_kernel(op, backend).supports(*arguments) for backend in list_backends(op)}
-        selected = None
-        with contextlib.suppress(RuntimeError):  # an explicitly selected backend does not support these arguments
-            selected = choose(*arguments).backend
-        rows[name] = unavailable, selected
-    return rows
-
-
-def table(rows: dict[str, tuple[dict, str | None]]) -> str:
-    """A line per op, a column per backend: "selected", "available", "-" (see `reasons`), or "" without a kernel."""
-    lines = []
-    for name, (unavailable, selected) in rows.items():
-        words = {backend: "-" if reason else "available" for backend, reason in unavailable.items()}
-        words |= {selected: "selected"}
-        lines.append([name, *(words.get(backend, "") for backend in list_backends())])
-    return text_table(["", *list_backends()], lines)
-
-
-def reasons(rows: dict[str, tuple[dict, str | None]]) -> list[str]:
-    """Why backends are not available, with the remedy, one line for each reason."""
-    ops = collections.defaultdict(list)  # (backend, reason) -> ops
-    for name, (unavailable, _) in rows.items():
-        for backend, reason in unavailable.items():
+        words = {}
+        for backend in list_backends(op):
+            reason = get_kernel(op, backend).supports(*arguments)
+            words[backend] = "available" if reason is None else "-"
             if reason is not None:
-                ops[backend, reason].append(name)
-    return [f"{backend} for {', '.join(names)}: {reason}" for (backend, reason), names in ops.items()]
+                refused[backend, reason].append(name)
+        with contextlib.suppress(RuntimeError):  # an explicitly selected backend does not support these arguments
+            words[choose(*arguments).backend] = "selected"
+        rows.append([name, *(words.get(backend, "") for backend in list_backends())])
+    reasons = [f"{backend} for {', '.join(names)}: {reason}" for (backend, reason), names in refused.items()]
+    return text_table(["", *list_backends()], rows), reasons
 
 
 def advice(device: torch.device) -> list[str]:

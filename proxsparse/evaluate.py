@@ -16,10 +16,11 @@ from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import apply_masks_
+from proxsparse.run.args import BOS_HELP
 from proxsparse.run.result import finite
 from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import Parser
-from proxsparse.runtime.device import choose_device, choose_precision, version
+from proxsparse.runtime.device import PRECISIONS, choose_device, choose_precision, version
 from proxsparse.runtime.progress import write_line
 
 DESCRIPTION = """\
@@ -74,11 +75,12 @@ def main(arguments: list[str] | None = None) -> int:
             failed.append(task)
             row = {"error": describe_error(error)}
         report(identity | {"task": task} | row, options.json)
-    if scores and not failed:
-        report(identity | {"task": "average", "acc": average(scores), "tasks": len(scores)}, options.json)
     if failed:
-        print(f"error: {len(failed)} of {len(scores) + len(failed)} tasks failed: {', '.join(failed)}", file=sys.stderr)
-    return FAILED if failed else 0
+        print(f"error: {len(failed)} of {len(options.tasks)} tasks failed: {', '.join(failed)}", file=sys.stderr)
+        return FAILED
+    if scores:
+        report(identity | {"task": "average", "acc": average(scores), "tasks": len(scores)}, options.json)
+    return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -89,43 +91,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--masks", metavar="FILE", help="masks.safetensors of a run, applied to the model before evaluation")
     add("--allow_other_base", action="store_true", help="accept --masks that were made for other weights")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")
-    add(
-        "--precision",
-        choices=["auto", "fp32", "mixed", "bf16"],
-        default="auto",
-        help="mixed: fp32 weights, bf16 compute; auto, the default: mixed where bf16 is fast, else fp32",
-    )
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write JSON, one line for each text, each task and the average; - or no FILE: to stdout",
-    )
-    text = parser.add_argument_group("perplexity")
-    text.add_argument(
-        "--data",
-        nargs="+",
-        metavar="TEXT",
-        help="files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin (default, unless --tasks is given)",
-    )
-    text.add_argument("--split", help="split of the data sets; default: validation; of wikitext2: test")
-    text.add_argument("--text_field", default="text", help="the field of a row that holds the text; default: text")
-    text.add_argument(
-        "--seq_len", type=int, help="window in tokens; default: 2048, or the context length or the text if shorter"
-    )
-    text.add_argument("--max_windows", type=int, default=-1, help="windows of each text, at most; -1, the default: all")
-    text.add_argument(
-        "--bos",
-        choices=["first", "each"],
-        help="bos token at the start of the text, or before each window; default: each for Gemma models, else first; "
-        "none if the tokenizer adds none",
-    )
-    task = parser.add_argument_group("zero-shot tasks")
-    task.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
-    task.add_argument("--data_dir", metavar="DIR", help="folder with the data sets; default: the Hugging Face Hub")
-    task.add_argument("--limit", type=int, help="questions of each task, at most; default: all")
-    task.add_argument("--batch_size", type=int, default=8, help="answers per forward pass; default: 8")
+    precision = "mixed: fp32 weights, bf16 compute; auto, the default: mixed where bf16 is fast, else fp32"
+    add("--precision", choices=["auto", *PRECISIONS], default="auto", help=precision)
+    rows = "write JSON, one line for each text, each task and the average; - or no FILE: to stdout"
+    add("--json", nargs="?", const="-", metavar="FILE", help=rows)
+    add = parser.add_argument_group("perplexity").add_argument
+    texts = "files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin (default, unless --tasks is given)"
+    add("--data", nargs="+", metavar="TEXT", help=texts)
+    add("--split", help="split of the data sets; default: validation; of wikitext2: test")
+    add("--text_field", default="text", help="the field of a row that holds the text; default: text")
+    add("--seq_len", type=int, help="window in tokens; default: 2048, or the context length or the text if shorter")
+    add("--max_windows", type=int, default=-1, help="windows of each text, at most; -1, the default: all")
+    add("--bos", choices=["first", "each"], help=BOS_HELP)
+    add = parser.add_argument_group("zero-shot tasks").add_argument
+    add("--tasks", nargs="+", default=[], metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
+    add("--data_dir", metavar="DIR", help="folder with the data sets; default: the Hugging Face Hub")
+    add("--limit", type=int, help="questions of each task, at most; default: all")
+    add("--batch_size", type=int, default=8, help="answers per forward pass; default: 8")
     options = parser.parse_args(arguments)
 
     if options.seq_len is not None:
@@ -133,7 +115,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     windows = options.max_windows
     require("max_windows", windows, windows >= 1 or windows == -1, "at least 1, or -1 for all")
     if options.json not in (None, "-"):
-        check_json_file(Path(options.json))
+        if os.path.lexists(options.json):
+            raise InputError(f"--json {options.json}: exists; name a new file, or delete this one")
+        if not os.access(Path(options.json).absolute().parent, os.W_OK):
+            raise InputError(f"--json {options.json}: no such folder, or it is read-only; name a file in another one")
     if options.limit is not None and not options.tasks:
         raise InputError(f"--limit {options.limit}: limits the questions of --tasks; give --tasks, or leave it out")
     if options.tasks:
@@ -141,16 +126,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.data is None:
         options.data = [] if options.tasks else ["builtin"]
     return options
-
-
-def check_json_file(path: Path) -> None:
-    """Raises InputError if the --json file exists, or cannot be written."""
-    if os.path.lexists(path):
-        raise InputError(f"--json {path}: exists; name a new file, or delete this one")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"--json {path}: no such folder; name a file in a folder that exists")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise InputError(f"--json {path}: the folder is not writable; fix the permissions or name another file")
 
 
 def report(row: dict, json_file: str | None) -> None:

@@ -25,9 +25,7 @@ def complete_(args: RunArgs) -> None:
     """Sets a --pattern that is not given to the one that the model's masks.safetensors records.
 
     Without a recorded pattern, that of each layer is found from its zeros. Without distillation there is no teacher.
-
-    Raises:
-        InputError: there is no such model; the pattern given is another one; no teacher is given or recorded.
+    Raises InputError if there is no such model, another pattern is given, or no teacher is given or recorded.
     """
     model = args.model
     locate(model.model)
@@ -41,14 +39,9 @@ def complete_(args: RunArgs) -> None:
         model.teacher = None
     elif not (model.teacher or base.get("base_model")):
         if not Path(model.model).exists():
-            raise InputError(
-                f"MODEL {model.model}: no such folder; check the path (for a model of the Hub, also give its dense "
-                "model with --teacher)"
-            )
-        raise InputError(
-            f"--teacher is missing: {model.model} has no masks.safetensors that names the dense model; give the dense "
-            "model, or train without a teacher: --distill 0"
-        )
+            raise InputError(f"MODEL {model.model}: no such folder; check the path (for a Hub model, add --teacher)")
+        reason = f"{model.model} has no masks.safetensors that names the dense model"
+        raise InputError(f"--teacher is missing: {reason}; give it, or train without a teacher: --distill 0")
 
 
 if __name__ == "__main__":

@@ -112,9 +112,8 @@ def refuse_differences(folder: Path, source_headers: dict, written: dict, config
 def calibrated(options, source_headers: dict, stored: dict[str, tuple]) -> dict:
     """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate.
 
-    `stored`: name in the model -> name in the files, which is that of the result, and pattern.
-
-    The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
+    `stored`: name in the model -> name in the files, which is that of the result, and pattern. The weights have the
+    dtype of the files, where they may need no rounding; config.json may have another one.
     """
     check_source(options.calibrate)
     dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, (file, _) in stored.items()}
@@ -157,16 +156,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     limit_help = "largest file, also limits memory; default: 5GB"
     add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
     options = parser.parse_args(arguments)
-    packs = {"include": options.include, "exclude": options.exclude, "calibrate": options.calibrate}
-    packs |= {"bits": options.bits != 16, "num_samples": options.num_samples, "seq_len": options.seq_len}
-    if options.unpack and (given := [f"--{name}" for name, value in packs.items() if value not in (None, False)]):
+    of_packing = ("include", "exclude", "bits", "calibrate", "num_samples", "seq_len")
+    given = [f"--{name}" for name in of_packing if getattr(options, name) != parser.get_default(name)]
+    if options.unpack and given:
         raise InputError(f"--unpack: unpacks every packed layer; leave out {', '.join(given)}")
     if options.calibrate is not None and options.bits == 16:
         raise InputError(f"--calibrate {options.calibrate}: only rounding uses text; add --bits 8 or --bits 4")
     if options.calibrate is None and (options.num_samples, options.seq_len) != (None, None):
-        raise InputError(
-            "--num_samples and --seq_len are for the text of --calibrate; add --calibrate, or leave them out"
-        )
+        raise InputError("--num_samples and --seq_len: only for --calibrate; add --calibrate, or leave them out")
     if options.num_samples is not None:
         require("num_samples", options.num_samples, options.num_samples >= 1, "at least 1")
     return options

@@ -38,11 +38,7 @@ class NMPattern:
 
     @classmethod
     def parse(cls, pattern: "PatternLike") -> "NMPattern":
-        """`"2:4"` -> `NMPattern(2, 4)`; a pattern is returned as it is.
-
-        Raises:
-            ValueError: for any other text.
-        """
+        """`"2:4"` -> `NMPattern(2, 4)`; a pattern is returned as it is. Raises ValueError for any other text."""
         if isinstance(pattern, cls):
             return pattern
         match = TEXT.fullmatch(pattern) if isinstance(pattern, str) else None
@@ -89,10 +85,7 @@ class NMPattern:
         return shape[:-1].numel() * (shape[-1] // self.m)
 
     def check_blocks(
-        self,
-        shape: torch.Size,
-        what: str = "weight",
-        remedy: str = "exclude this layer or choose another pattern",
+        self, shape: torch.Size, what: str = "weight", remedy: str = "exclude this layer or choose another pattern"
     ) -> None:
         """Raises ValueError unless the last dimension of `shape` splits into blocks and, if allowed, a remainder."""
         if len(shape) == 0 or not self.fits(shape[-1]):
@@ -123,11 +116,9 @@ class NMPattern:
 
     def is_mask(self, mask: torch.Tensor) -> bool:
         """Whether a mask keeps exactly n weights of every block, and the remainder."""
-        try:
-            nonzeros = self.nonzeros(mask)
-        except ValueError:
+        if not self.fits(mask.shape[-1]):
             return False
-        return bool((nonzeros == self.n).all() and mask[..., self.whole(mask.shape[-1]) :].all())
+        return bool((self.nonzeros(mask) == self.n).all() and mask[..., self.whole(mask.shape[-1]) :].all())
 
     def is_feasible(self, weight: torch.Tensor) -> bool:
         """Whether every block has at most n nonzeros."""

@@ -27,17 +27,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def tables() -> str:
     """The text of --list: the methods and the allocations."""
-    methods, allocations = map(get_method, list_methods()), ALLOCATIONS.values()
-    yes_no = {True: "yes", False: "no"}
+    methods, allocations, yes_no = map(get_method, list_methods()), ALLOCATIONS.values(), ("no", "yes")
     method_rows = [(row.name, yes_no[row.needs_data], yes_no[row.updates_weights], row.paper) for row in methods]
     allocation_rows = [(row.name, yes_no[row.needs_data], row.paper) for row in allocations]
-    return "\n\n".join(
-        [
-            text_table(("method", "needs data?", "updates weights?", "paper"), method_rows),
-            text_table(("allocation", "needs data?", "paper"), allocation_rows),
-            f"prune --method NAME --help describes the options of a method, train --help those of {PROXSPARSE}",
-        ]
-    )
+    method_table = text_table(("method", "needs data?", "updates weights?", "paper"), method_rows)
+    allocation_table = text_table(("allocation", "needs data?", "paper"), allocation_rows)
+    hint = f"prune --method NAME --help describes the options of a method, train --help those of {PROXSPARSE}"
+    return f"{method_table}\n\n{allocation_table}\n\n{hint}"
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ from proxsparse.runtime.distributed import world_size
 from proxsparse.runtime.progress import shown
 from proxsparse.training.options import FinetuneOptions, check_fields
 
-TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42}
-TYPICAL |= {"include": [], "exclude": [], "save_steps": 1}  # values of the type of each argument
+# values of the type of each argument
+TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42, "max_windows": -1}
+TYPICAL |= {"include": [], "exclude": [], "save_steps": 1}
 
 
 def prune_(
@@ -105,42 +106,38 @@ def prune_(
         InputError: a ValueError whose message names the argument: an unknown method or option, a value out of range,
             data of another form, no layer to prune, weights that are NaN.
     """
-    with arguments_in_errors(), own_random_numbers(model):
+    with front_door(model):
         chosen, allocated = get_method(method), get_allocation(allocation)
-        known = {name: default for name, default in (chosen.options | allocated.options).items() if name != "seed"}
-        check_option_names(
-            options, known, f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
-        )
+        known = chosen.options | allocated.options
+        what = f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
+        check_option_names(options, known, what)
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
         more = {"seed": seed, "include": include, "exclude": exclude}
         check_types(options | given | more, known | TYPICAL)
         check_fields(DataArgs(**given))
         check_fields(HardwareArgs(seed=seed))
         values = known | options | {"seed": seed}
-        for row in (chosen, allocated):
-            row.check(**{name: values[name] for name in row.options})
+        of_method, of_allocation = ({name: values[name] for name in row.options} for row in (chosen, allocated))
+        chosen.check(**of_method)
+        allocated.check(**of_allocation)
         check_model(model)
         torch.manual_seed(seed)  # for dropout
         layers = prunable_layers(unfold_linears_(model), pattern, include, exclude)
         one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(layers, pattern)
         patterns = {name: NMPattern.parse(one_each[name]) for name in layers}
-        with shown(is_interactive()):
-            batches = []
-            if chosen.needs_data or allocated.needs_data:
-                if data is None:
-                    raise InputError(f"data=None: method {method!r} needs calibration text, such as data='c4'")
-                size = options.get("per_device_train_batch_size", 1)
-                more = {"batch_size": size, "seed": seed, "folder": tokens_folder(checkpoints)}
-                batches, _ = read_batches(data, model, tokenizer, **more, **given)
-            identity = {"method": method, "pattern": str(pattern), "allocation": allocation}
-            identity |= {"include": include, "exclude": exclude, **values}
-            saved = saved_progress(checkpoints, identity, model, batches)
-            if allocation != UNIFORM:
-                more = {name: values[name] for name in allocated.options}
-                patterns = allocate(allocation, model, layers, batches, pattern, saved, **more)
-                layers = {name: layers[name] for name in patterns}
-            arguments = {name: values[name] for name in chosen.options}
-            return prune_or_restore_(chosen.prune, chosen.takes, model, layers, batches, patterns, saved, arguments)
+        batches = []
+        if chosen.needs_data or allocated.needs_data:
+            if data is None:
+                raise InputError(f"data=None: method {method!r} needs calibration text, such as data='c4'")
+            given |= {"batch_size": options.get("per_device_train_batch_size", 1), "seed": seed}
+            batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
+        identity = {"method": method, "pattern": str(pattern), "allocation": allocation} | more | values
+        saved = saved_progress(checkpoints, identity, model, batches)
+        if allocation != UNIFORM:
+            patterns = allocate(allocation, model, layers, batches, pattern, saved, **of_allocation)
+            layers = {name: layers[name] for name in patterns}
+        prune = partial(chosen.prune, model, layers, batches, patterns, **of_method)
+        return prune_or_restore_(prune, chosen.takes, model, saved)
 
 
 def finetune_(
@@ -185,8 +182,8 @@ def finetune_(
         InputError: a ValueError whose message names the argument: no layer is N:M, the teacher has other tokens, an
             option is unknown or out of range.
     """
-    with arguments_in_errors(), own_random_numbers(model):
-        known = {name: value for name, value in vars(FinetuneOptions()).items() if name != "seed"}
+    with front_door(model):
+        known = vars(FinetuneOptions())
         if teacher is None:
             options = {"distill": 0.0} | options
         check_option_names(options, known, "finetune_")
@@ -210,19 +207,15 @@ def finetune_(
                 raise InputError(f"teacher={teacher!r}: not a model; give the dense model, loaded as `model` is")
             if {*map(id, model.parameters())} & {*map(id, teacher.parameters())}:
                 raise InputError("teacher: shares weights with the model, which change; load the dense model again")
-            refuse_tuples(teacher, "teacher")
+            check_language_model(teacher, "teacher")
             refuse_other_vocabulary(model, teacher, "teacher")
-        with shown(is_interactive()):
-            size = values["per_device_train_batch_size"]
-            more = {"window": data_args.window, "batch_size": size, "seed": seed}
-            more["folder"] = tokens_folder(checkpoints)
-            batches, _ = read_batches(data, model, tokenizer, **more, **given)
-            identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
-            identity |= {"include": include, "exclude": exclude, **values}
-            identity |= identity_of(teacher) if values["distill"] else {}
-            saved = saved_progress(checkpoints, identity, model, batches)
-            train = partial(train_kept_weights, teacher=teacher)
-            return prune_or_restore_(train, ("checkpoints",), model, layers, batches, patterns, saved, values)
+        given |= {"window": data_args.window, "batch_size": values["per_device_train_batch_size"], "seed": seed}
+        batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
+        identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
+        identity |= more | values | (identity_of(teacher) if values["distill"] else {})
+        saved = saved_progress(checkpoints, identity, model, batches)
+        train = partial(train_kept_weights, model, layers, batches, patterns, teacher=teacher, **values)
+        return prune_or_restore_(train, ("checkpoints",), model, saved)
 
 
 def perplexity(
@@ -249,9 +242,9 @@ def perplexity(
     Raises:
         InputError: a ValueError whose message names the argument.
     """
-    with arguments_in_errors(), shown(is_interactive()):
+    with front_door(model):
         check_language_model(model)
-        check_types({"seq_len": seq_len, "max_windows": max_windows}, {"seq_len": 512, "max_windows": -1})
+        check_types({"seq_len": seq_len, "max_windows": max_windows}, TYPICAL)
         check_fields(EvaluateArgs(eval_seq_len=seq_len, eval_max_windows=max_windows, eval_bos=bos))
         tokens = read_tokens(data, model, tokenizer, split, text_field)
         return measure(model, tokenizer, tokens, seq_len, max_windows, bos).value
@@ -273,30 +266,25 @@ def patterns_of_zeros(
 
 
 def prune_or_restore_(
-    prune: Callable[..., Pruned],
-    takes: tuple[str, ...],
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    batches: list[dict[str, Tensor]],
-    patterns: dict[str, NMPattern],
-    checkpoints: Checkpoints | None,
-    options: dict,
+    prune: Callable[..., Pruned], takes: tuple[str, ...], model: nn.Module, checkpoints: Checkpoints | None
 ) -> dict[str, Tensor]:
-    """The masks of `Method.prune`; restores the weights if it fails. Ctrl-C in a training is raised after its end."""
+    """The masks of `Method.prune`; restores the weights if it fails. Ctrl-C in a training is raised after its end.
+
+    `prune`: with all arguments except `checkpoints` and `pretrained`, of which it takes those in `takes`.
+    """
     if "pretrained" in takes:  # used in every step
         before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     else:
         before = copy_weights(model)
     learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
-    given = {name: {"checkpoints": checkpoints, "pretrained": before}[name] for name in takes}
-    done = False
+    given = {"checkpoints": checkpoints, "pretrained": before}
     model.zero_grad()  # gradients of the caller
     try:
-        pruned = prune(model, layers, batches, patterns, **given, **options)
-        done = True
+        pruned = prune(**{name: given[name] for name in takes})
+    except BaseException:
+        snap_(model, before, {})
+        raise
     finally:
-        if not done:
-            snap_(model, before, {})
         model.zero_grad()
         for name, weight in model.named_parameters():
             weight.requires_grad_(learns[name])
@@ -329,10 +317,8 @@ def tokens_folder(checkpoints: str | Path | None) -> Path | None:
 def check_model(model: nn.Module) -> None:
     """Raises InputError unless it is a dense, causal language model of transformers with finite weights."""
     if world_size() > 1:
-        raise InputError(
-            f"this function runs in one process, not in a process group of {world_size()}; start proxsparse.train or "
-            "proxsparse.finetune with torchrun instead"
-        )
+        remedy = "start proxsparse train or finetune with torchrun instead"
+        raise InputError(f"this function runs in one process, not in a process group of {world_size()}; {remedy}")
     check_language_model(model)
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise InputError("model: has adapters of peft, which would be pruned too; give model.merge_and_unload()")
@@ -344,22 +330,14 @@ def check_model(model: nn.Module) -> None:
     refuse_not_finite(model)
 
 
-def check_language_model(model: nn.Module) -> None:
-    """Raises InputError unless it is a causal language model of transformers."""
-    if getattr(model, "config", None) is None or getattr(model, "get_output_embeddings", lambda: None)() is None:
-        raise InputError(
-            f"model: {type(model).__name__} is not a causal language model of transformers; load it with "
-            "AutoModelForCausalLM"
-        )
-    refuse_not_causal(model, "model")
-    refuse_tuples(model, "model")
-
-
-def refuse_tuples(model: nn.Module, what: str) -> None:
-    """Raises InputError, which begins with `what`, if the outputs of the model have no names."""
+def check_language_model(model: nn.Module, what: str = "model") -> None:
+    """Raises InputError, which begins with `what`, unless it is a causal language model whose outputs have names."""
     config = getattr(model, "config", None)
-    text_config = getattr(config, "get_text_config", lambda: None)()
-    if False in (getattr(config, "return_dict", True), getattr(text_config, "return_dict", True)):
+    if config is None or getattr(model, "get_output_embeddings", lambda: None)() is None:
+        reason = f"{type(model).__name__} is not a causal language model of transformers"
+        raise InputError(f"{what}: {reason}; load it with AutoModelForCausalLM")
+    refuse_not_causal(model, what)
+    if False in (getattr(part, "return_dict", True) for part in (config, config.get_text_config())):
         remedy = f"set return_dict = True in {what}.config, and in its text_config if there is one"
         raise InputError(f"{what}: returns tuples (return_dict is false); {remedy}")
 
@@ -375,21 +353,16 @@ def check_types(options: dict, known: dict) -> None:
             raise InputError(f"{name}={value!r}: must be of type {type(default).__name__}")
 
 
-def own_random_numbers(model: nn.Module):
-    """A context that restores the states of torch's random number generators on the devices of the model at its end."""
-    weights = model.parameters() if isinstance(model, nn.Module) else ()
-    return torch.random.fork_rng({weight.device.index for weight in weights if weight.is_cuda})
-
-
 @contextmanager
-def arguments_in_errors() -> Iterator[None]:
-    """Within the block an InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ..."."""
+def front_door(model: nn.Module) -> Iterator[None]:
+    """The context of a call. It shows progress if somebody watches, and restores torch's random number generators.
+
+    An InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ...".
+    """
+    interactive = sys.stderr.isatty() or "ipykernel" in sys.modules  # a terminal or a notebook
+    weights = model.parameters() if isinstance(model, nn.Module) else ()
     try:
-        yield
+        with shown(interactive), torch.random.fork_rng({weight.device.index for weight in weights if weight.is_cuda}):
+            yield
     except InputError as error:
         raise InputError(re.sub(r"--(?:eval_)?(\w+)", r"\1", str(error))) from error.__cause__
-
-
-def is_interactive() -> bool:
-    """Whether somebody watches: a terminal or a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules

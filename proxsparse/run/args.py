@@ -4,8 +4,7 @@ A flag is a field of a dataclass here or in `training.options`, or a keyword-onl
 allocation.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -22,6 +21,10 @@ RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DEFAULT_RECIPE = "demo"
 TWO_TOKENS = (lambda value: value >= 2, "at least 2 tokens, because the first is not predicted")
 WINDOWS = (lambda value: value == -1 or value >= 1, "at least 1, or -1 for all")
+BOS_HELP = (
+    "bos token at the start of the text, or before each window; default: each for Gemma models, else first; none if "
+    "the tokenizer adds none"
+)
 
 
 @dataclass
@@ -40,9 +43,7 @@ class PrunedModelArgs(ModelArgs):
     """The pruned model and its teacher."""
 
     pattern: str | None = flag(None, "N:M of the pruned layers; default: those in masks.safetensors, else of the zeros")
-    teacher: str | None = flag(
-        None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned"
-    )
+    teacher: str | None = flag(None, "the dense model, named as MODEL is; default: the model that was pruned")
 
 
 @dataclass
@@ -53,15 +54,12 @@ class DataArgs:
     window: ClassVar[int] = 512  # the default of --seq_len; fewer if the model's context is shorter
 
     data: str = flag(
-        "builtin",
-        "calibration text: c4, wikitext2, a Hub data set, a file or folder (.jsonl[.gz] .json .txt ...), or builtin",
+        "builtin", "calibration text: c4, wikitext2, a Hub data set, builtin, a file or folder (.jsonl[.gz] .txt ...)"
     )
     text_field: str = flag("text", "the field of a row that holds the text")
     num_samples: int = flag(400, "number of calibration samples", valid=AT_LEAST_1)
     seq_len: int | None = flag(
-        None,
-        "largest length of a sample in tokens; default: 512, or the model's context length if shorter",
-        valid=TWO_TOKENS,
+        None, "largest number of tokens of a sample; default: 512, or the model's context if shorter", valid=TWO_TOKENS
     )
     packing: bool = flag(False, "join documents into full windows; without it a sample is one truncated document")
 
@@ -71,10 +69,7 @@ class TuningDataArgs(DataArgs):
     """The samples of fine-tuning."""
 
     seq_len: int | None = flag(
-        None,
-        "length of a sample in tokens; default: 1024, with --packing false 512, or the model's context length if "
-        "shorter",
-        valid=TWO_TOKENS,
+        None, "tokens of a sample; default: 1024, unpacked 512, or the model's context if shorter", valid=TWO_TOKENS
     )
     # after mask learning: on short documents the weights learn for short contexts (docs/results.md)
     packing: bool = flag(True, "join documents into full windows; false: a sample is one truncated document")
@@ -94,17 +89,10 @@ class EvaluateArgs:
 
     eval_data: str = flag("builtin", "held-out text for the perplexity: a file, a data set, builtin, or none")
     eval_seq_len: int | None = flag(
-        None,
-        "window of the perplexity in tokens; default: 1024, or the model's context length or the text if shorter",
-        valid=TWO_TOKENS,
+        None, "window of the perplexity in tokens; default: 1024, context or text if shorter", valid=TWO_TOKENS
     )
     eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", valid=WINDOWS)
-    eval_bos: str | None = flag(
-        None,
-        "bos token of the perplexity: at the start of the text, or before each window; default: each for Gemma models, "
-        "else first; none if the tokenizer adds none",
-        choices=("first", "each"),
-    )
+    eval_bos: str | None = flag(None, f"for the perplexity: {BOS_HELP}", choices=("first", "each"))
 
 
 @dataclass
@@ -115,9 +103,7 @@ class OutputArgs:
     output_dir: str | None = flag(None, "output directory, new or empty; default: runs/<model>-<date>-<time>")
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run")
     resume_from_checkpoint: str | None = flag(
-        None,
-        "last: resume the run in --output_dir from its newest checkpoint, or start it if there is none",
-        choices=(LAST,),
+        None, "last: resume the run in --output_dir, or start it if nothing is saved", choices=(LAST,)
     )
     plan: bool = flag(False, "print the memory of the run on 1 and 8 devices, and exit")
     recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}")
@@ -170,9 +156,8 @@ class RunArgs:
         named = {}
         if self.command == "prune":
             named = {"method": self.method, "allocation": self.allocation, "finetune": self.finetune is not None}
-        for section in (self.model, self.data, self.evaluate, self.output, self.hardware, self.options):
-            named |= vars(section)
-        named |= vars(self.finetune) if self.finetune else {}
+        for section in (self.model, self.data, self.evaluate, self.output, self.hardware, self.options, self.finetune):
+            named |= vars(section) if section else {}
         return {name: value for name, value in named.items() if name not in HIDDEN[self.command]}
 
     def options_of(self, row: Method) -> dict:
@@ -191,16 +176,15 @@ HIDDEN = {
     "train": set(),
     "finetune": {"recipe", "pretrained_weights"},
 }
-NOT_REPEATED = {field.name for field in dataclasses.fields(OutputArgs)} - {"recipe"}  # in config.yaml
-SHARED = {field.name for section in SECTIONS["prune"] for field in dataclasses.fields(section)} - HIDDEN["prune"]
+NOT_REPEATED = {field.name for field in fields(OutputArgs)} - {"recipe"}  # in config.yaml
+SHARED = {field.name for section in SECTIONS["prune"] for field in fields(section)} - HIDDEN["prune"]
 
 
 def checked(command: str, method: str, allocation: str, values: dict[str, object]) -> RunArgs:
     """The sections of a command with these values, checked. Raises InputError for an invalid value."""
     made = []
     for section in (*SECTIONS[command], *[FinetuneOptions] * values.get("finetune", False)):
-        names = {field.name for field in dataclasses.fields(section)}
-        made.append(section(**{name: value for name, value in values.items() if name in names}))
+        made.append(section(**{field.name: values[field.name] for field in fields(section) if field.name in values}))
         check_fields(made[-1])
     last = [SimpleNamespace(), *made[5:]] if command == "prune" else made[5:]
     args = RunArgs(command, method, allocation, *made[:5], *last)
@@ -211,12 +195,11 @@ def checked(command: str, method: str, allocation: str, values: dict[str, object
     if args.training is None:
         return args
     options = args.training.check()
-    step = options.gradient_accumulation_steps * options.per_device_train_batch_size
-    if step > args.data.num_samples:
+    size, passes = options.per_device_train_batch_size, options.gradient_accumulation_steps
+    if size * passes > args.data.num_samples:
         raise InputError(
-            f"--per_device_train_batch_size {options.per_device_train_batch_size} with --gradient_accumulation_steps "
-            f"{options.gradient_accumulation_steps}: a step needs {step} samples, --num_samples is "
-            f"{args.data.num_samples}; lower one of the first two, or raise --num_samples"
+            f"--per_device_train_batch_size {size} times --gradient_accumulation_steps {passes}: a step needs so many "
+            f"samples, --num_samples is {args.data.num_samples}; lower one of the first two, or raise --num_samples"
         )
     if options.master_weights and args.hardware.precision != "bf16":
         raise InputError(f"--master_weights: needs --precision bf16 (now {args.hardware.precision}); leave it out")

@@ -25,7 +25,7 @@ from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.loading import load_model, save_model
-from proxsparse.models.snap import snap_
+from proxsparse.models.snap import apply_masks_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import result as results
 from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
@@ -48,11 +48,16 @@ MAY_DIFFER = (
 
 @dataclass
 class Run:
-    """A run that has begun."""
+    """A run that has begun, and its model."""
 
     args: RunArgs
     folder: OutputFolder
     device: torch.device
+    model: nn.Module = field(init=False)
+    tokenizer: object = field(init=False)
+    layers: dict[str, nn.Linear] = field(init=False)  # that are pruned
+    patterns: dict[str, NMPattern] = field(init=False)  # of these layers
+    pretrained: dict[str, Tensor] = field(init=False)  # parameter name -> W0, the rows of this process
     evaluate: Callable[[nn.Module, str], Perplexity | None] = lambda model, name: None  # held-out perplexity
     scores: dict[str, Perplexity | None] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -60,87 +65,63 @@ class Run:
     def __post_init__(self):
         self.weight_dtype, self.compute_dtype = choose_precision(self.args.hardware.precision, self.device)
 
-    def checkpoints(self, model: nn.Module, batches: list[dict[str, Tensor]]) -> Checkpoints:
-        """The checkpoints of this run, for this model and these samples."""
-        identity = {"run_id": self.folder.run_id, "digest": digest_of(model, arrays_of(batches))}
+    def checkpoints(self, batches: list[dict[str, Tensor]]) -> Checkpoints:
+        """The checkpoints of this run, for its model and these samples."""
+        identity = {"run_id": self.folder.run_id, "digest": digest_of(self.model, arrays_of(batches))}
         if self.args.training:
             steps = self.args.training.gradient_accumulation_steps * world_size()
             identity["batches per step (--gradient_accumulation_steps times processes)"] = steps
         return Checkpoints(self.folder.path, identity)
 
-    def begin(self, model: nn.Module, updated: dict[str, nn.Linear]) -> dict[str, Tensor]:
-        """Writes config.yaml and moves the model to its device.
-
-        Args:
-            updated: layers whose new weights are saved in checkpoints.
-        Returns:
-            parameter name -> W0, the rows of this process.
-        """
-        hardware, path, blocks = self.args.hardware, self.folder.path, decoder_blocks(model)
+    def begin(self, updated: dict[str, nn.Linear]) -> None:
+        """Writes config.yaml and moves the model to its device. `updated`: layers whose weights are in checkpoints."""
+        hardware, path, blocks = self.args.hardware, self.folder.path, decoder_blocks(self.model)
 
         def prepare() -> None:
             saved = sum(layer.weight.numel() * self.weight_dtype.itemsize for layer in updated.values())
-            require_space_for(model, path, saved)
+            require_space_for(self.model, path, saved)
             (path / RESULT).unlink(missing_ok=True)  # of the part of the run before it was interrupted
-            flags = {name: value for name, value in self.args.flags().items() if name not in NOT_REPEATED}
-            settings = {name: value for name, value in flags.items() if value is not None}
+            flags = self.args.flags().items()
+            settings = {name: value for name, value in flags if name not in NOT_REPEATED and value is not None}
             write_file(path / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
 
         on_rank_zero(prepare)
-        keep = hardware.pretrained_weights or "cpu"
-        return shard_and_move_(model, blocks, self.device, self.weight_dtype, keep, hardware.shard_within_node)
+        place = self.device, self.weight_dtype, hardware.pretrained_weights or "cpu", hardware.shard_within_node
+        self.pretrained = shard_and_move_(self.model, blocks, *place)
 
-    def save(
-        self,
-        model: nn.Module,
-        tokenizer,
-        layers: dict[str, nn.Linear],
-        pretrained: dict[str, Tensor],
-        pruned: Pruned,
-        patterns: dict[str, NMPattern],
-        base: dict[str, str],
-    ) -> dict:
+    def save(self, pruned: Pruned, base: dict[str, str]) -> dict:
         """Writes the model under its masks (dense, zeros +0.0), its tokenizer, and the masks, atomically.
 
-        Args:
-            base: the pretrained model, see `models.loading.base_identity`.
-        Returns:
-            The entries of result.json about the masks and the layers; right on rank zero.
+        Returns the entries of result.json about the masks and the layers; right on rank zero. `base`: the pretrained
+        model, see `models.loading.base_identity`.
         """
-        snap_(model, pretrained, pruned.masks, pruned.trained)
-        masks = gather_masks(pruned.masks, {name: layer.weight for name, layer in layers.items()})
-        trained = gather_parameters(model, pruned.trained)
+        snap_(self.model, self.pretrained, pruned.masks, pruned.trained)
+        masks = gather_masks(pruned.masks, {name: layer.weight for name, layer in self.layers.items()})
+        trained = gather_parameters(self.model, pruned.trained)
 
         def write() -> None:
-            whole = whole_model(model, self.args.model.model, masks, trained)
+            whole = whole_model(self.model, self.args.model.model, masks, trained)
             with atomic_directory(self.folder.path) as scratch:
-                save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
-                save_model(scratch, whole, tokenizer)
+                save_masks(scratch / output_folder.MASKS, masks, self.patterns, **base)
+                save_model(scratch, whole, self.tokenizer)
 
         on_rank_zero(write)
         pruned.stop.agree()
         pruned.stop.restore()
-        return {"masks_sha256": masks_sha256(masks)} | results.layer_figures(model, layers, patterns)
+        return {"masks_sha256": masks_sha256(masks)} | results.layer_figures(self.model, self.layers, self.patterns)
 
-    def finish(
-        self, model: nn.Module, pretrained: dict[str, Tensor], pruned: Pruned, samples: int | None, figures: dict
-    ) -> int:
+    def finish(self, pruned: Pruned, samples: int | None, figures: dict) -> int:
         """Measures the perplexity under the masks and those of the baselines, and writes the results.
 
         They are the model card, result.json, which marks the end of the run, and with metrics.jsonl the report. A
-        complete run removes its checkpoints.
-
-        Args:
-            samples: number of calibration samples; None: the method needs none.
-            figures: more entries of result.json.
-        Returns:
-            The exit code: 0, or 128 + the number of the signal that stopped the run.
+        complete run removes its checkpoints. Returns the exit code: 0, or 128 + the number of the signal that stopped
+        the run. `samples`: number of calibration samples; None: the method needs none.
         """
         signal, path, eval_data = pruned.stop.number, self.folder.path, self.args.evaluate.eval_data
         code = 128 + signal if signal else 0
         contenders = {"finetune" if self.args.finetune else self.args.method: pruned.masks} | pruned.baselines
         if not signal:
-            measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
+            measured = (self.model, self.pretrained, self.weight_dtype, self.evaluate, pruned.trained)
             scores, code = results.scores_under(contenders, *measured)
             self.scores |= scores
         if not is_rank_zero():
@@ -157,7 +138,7 @@ class Run:
             "world_size": world_size(),
             **pruned.figures,
             "perplexity": table,
-            "warnings": [*model.source.notes, *warnings],
+            "warnings": [*self.model.source.notes, *warnings],
         }
         result = results.as_result(self.args, self.device, figures)
         has_metrics = (path / METRICS).exists()
@@ -184,23 +165,17 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
     """The output directory of a run, locked for this run within the block, see `output_folder.opened`.
 
     Rank 0 opens it for all processes. If the block fails with an error after which the same command may succeed, the
-    error names what is saved and how to resume.
-
-    Raises:
-        InputError: as `output_folder.opened`.
+    error names what is saved and how to resume. Raises InputError as `output_folder.opened`.
     """
     with ExitStack() as stack:
 
         def enter() -> OutputFolder:
             path, resume = output_dir_of(args), args.output.resume_from_checkpoint is not None
-            folder = stack.enter_context(
-                output_folder.opened(path, args.command, args.flags(), resume=resume, may_differ=MAY_DIFFER)
-            )
-            if not resume or folder.complete:
-                return folder
-            saved = saved_names(path)
-            what = f"resuming in {path}: {progress_text(saved) or 'nothing saved yet'}"
-            print(what if folder.resumed else f"no run to resume in {str(path)!r}: starting it", file=sys.stderr)
+            checks = {"resume": resume, "may_differ": MAY_DIFFER}
+            folder = stack.enter_context(output_folder.opened(path, args.command, args.flags(), **checks))
+            if resume and not folder.complete:
+                what = f"resuming in {path}: {progress_text(saved_names(path)) or 'nothing saved yet'}"
+                print(what if folder.resumed else f"no run to resume in {str(path)!r}: starting it", file=sys.stderr)
             return folder
 
         folder = on_rank_zero(enter)
@@ -243,9 +218,8 @@ def progress_in_errors(path: Path) -> Iterator[None]:
         external = (KeyboardInterrupt, OSError, dist.DistError, torch.AcceleratorError)
         if is_lost_process(error) or (is_rank_zero() and (isinstance(error, external) or full_disk(error))):
             with suppress(OSError):  # the disk may be unavailable
-                reached = path.is_dir()
-                saved = progress_text(saved_names(path)) if reached else ""
-                if saved or not reached:
+                saved = progress_text(saved_names(path))
+                if saved or not path.is_dir():
                     state = f"{saved} saved" if saved else f"{path} cannot be reached"
                     error.add_note(f"{state}; {how_to_resume(path)}")
                 elif isinstance(error, KeyboardInterrupt):
@@ -265,9 +239,8 @@ def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: 
         return model
     model, _ = load_model(name)
     for parameter_name, value in trained.items():
-        parameter = model.get_parameter(parameter_name)
-        parameter.data = value.to(parameter.dtype)
-    snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
+        model.get_parameter(parameter_name).data.copy_(value)
+    apply_masks_(model, masks)
     return model
 
 

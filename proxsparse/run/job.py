@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
@@ -63,37 +62,37 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
 def prune_model(run: Run) -> int:
     """One pretrained model, one method."""
     args, method, pattern = run.args, get_method(run.args.method), NMPattern.parse(run.args.model.pattern)
-    options = args.options_of(method)
+    options, allocation = args.options_of(method), get_allocation(args.allocation)
     updated = method.updates_weights and options.get("update_weights", True)
-    needs_data = method.needs_data or get_allocation(args.allocation).needs_data or args.finetune is not None
+    needs_data = method.needs_data or allocation.needs_data or args.finetune is not None
 
-    model, tokenizer, layers = load(args, pattern, needs_data)
-    base, already = on_rank_zero(lambda: base_identity(args.model.model, model)), pruned_layers(layers, pattern)
-    on_rank_zero(lambda: describe_layers(model, layers, already, args))
+    load(run, pattern, needs_data)
+    base, already = on_rank_zero(lambda: base_identity(args.model.model, run.model)), pruned_layers(run.layers, pattern)
+    on_rank_zero(lambda: describe_layers(run, already))
 
-    batches, seq_len = calibrate(run, model, tokenizer, needs_data)
-    checkpoints = run.checkpoints(model, batches)
-    pretrained = run.begin(model, layers if updated else {})
-    run.scores["dense"] = run.evaluate(model, "dense")
+    batches, seq_len = calibrate(run, needs_data)
+    checkpoints = run.checkpoints(batches)
+    run.begin(run.layers if updated else {})
+    run.scores["dense"] = run.evaluate(run.model, "dense")
 
     with autocast(run.device, run.compute_dtype):
-        more = args.options_of(get_allocation(args.allocation))
-        patterns = allocate(args.allocation, model, layers, batches, pattern, checkpoints, **more)
-        layers = {name: layers[name] for name in patterns}
-        given = {name: {"checkpoints": checkpoints, "pretrained": pretrained}[name] for name in method.takes}
-        pruned = method.prune(model, layers, batches, patterns, **given, **options)
+        more = args.options_of(allocation)
+        run.patterns = allocate(allocation.name, run.model, run.layers, batches, pattern, checkpoints, **more)
+        run.layers = {name: run.layers[name] for name in run.patterns}
+        given = {name: {"checkpoints": checkpoints, "pretrained": run.pretrained}[name] for name in method.takes}
+        pruned = method.prune(run.model, run.layers, batches, run.patterns, **given, **options)
         if updated:
             pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
         if args.finetune:
-            run.scores[method.name] = run.evaluate(model, method.name)
+            run.scores[method.name] = run.evaluate(run.model, method.name)
             updated_weights, teacher = pruned.trained, args.model.model if args.finetune.distill else None
-            pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher, {})
+            pruned = fine_tuned(run, batches, checkpoints, teacher, {})
             pruned.trained |= updated_weights
 
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
     figures |= {"already_pruned": len(already)} if already else {}
-    figures |= run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
-    return run.finish(model, pretrained, pruned, batches.samples if needs_data else None, figures)
+    figures |= run.save(pruned, base)
+    return run.finish(pruned, batches.samples if needs_data else None, figures)
 
 
 def finetune_model(run: Run) -> int:
@@ -101,81 +100,69 @@ def finetune_model(run: Run) -> int:
     args, given = run.args, run.args.model.pattern
 
     recorded, base = on_rank_zero(lambda: recorded_masks(args.model.model))  # of the folder, if a run wrote it
-    model, tokenizer, layers = load(args, recorded or given or "2:4", True)
-    base = base or on_rank_zero(lambda: base_identity(args.model.model, model))
-    patterns = recorded or {
-        name: NMPattern.parse(given or pattern_of_zeros(name, layer.weight) or "2:4") for name, layer in layers.items()
+    load(run, recorded or given or "2:4", True)
+    base = base or on_rank_zero(lambda: base_identity(args.model.model, run.model))
+    run.patterns = recorded or {
+        name: NMPattern.parse(given or pattern_of_zeros(name, layer.weight) or "2:4")
+        for name, layer in run.layers.items()
     }
-    require_held(layers, patterns)
+    require_held(run.layers, run.patterns)
     teacher = args.model.teacher or (base["base_model"] if args.options.distill else None)
     teacher_base = {} if args.model.teacher else base
     if teacher:
-        check_tokens(tokenizer, teacher, teacher_base)
+        check_tokens(run.tokenizer, teacher, teacher_base)
 
-    batches, seq_len = calibrate(run, model, tokenizer, True)
-    checkpoints = run.checkpoints(model, batches)
-    pretrained = run.begin(model, {})
-    run.scores["pruned"] = run.evaluate(model, "pruned")
+    batches, seq_len = calibrate(run, True)
+    checkpoints = run.checkpoints(batches)
+    run.begin({})
+    run.scores["pruned"] = run.evaluate(run.model, "pruned")
 
     with autocast(run.device, run.compute_dtype):
-        pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher, teacher_base)
+        pruned = fine_tuned(run, batches, checkpoints, teacher, teacher_base)
 
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
     figures |= {"base_model": base["base_model"], "teacher": teacher}
-    figures |= run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
-    return run.finish(model, pretrained, pruned, batches.samples, figures)
+    figures |= run.save(pruned, base)
+    return run.finish(pruned, batches.samples, figures)
 
 
 # ---------------------------------------------------------------------------------------------- stages
 
 
-def load(
-    args: RunArgs, pattern: PatternLike | dict[str, NMPattern], needs_data: bool
-) -> tuple[nn.Module, object, dict[str, nn.Linear]]:
-    """The model on the CPU, its tokenizer, and the layers of the run; the texts are checked first."""
+def load(run: Run, pattern: PatternLike | dict[str, NMPattern], needs_data: bool) -> None:
+    """Loads the model, on the CPU, and its tokenizer, and finds the layers of the run; the texts are checked first."""
+    args = run.args
     sources = [args.evaluate.eval_data, *[args.data.data] * needs_data]
     on_rank_zero(lambda: [check_source(source) for source in sources])
     torch.manual_seed(args.hardware.seed)
-    model, tokenizer = load_model(args.model.model)
-    refuse_not_finite(model)
-    return model, tokenizer, prunable_layers(model, pattern, args.model.include, args.model.exclude)
+    run.model, run.tokenizer = load_model(args.model.model)
+    refuse_not_finite(run.model)
+    run.layers = prunable_layers(run.model, pattern, args.model.include, args.model.exclude)
 
 
-def fine_tuned(
-    run: Run,
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    batches: TokenBatches,
-    patterns: dict[str, NMPattern],
-    checkpoints: Checkpoints,
-    teacher: str | None,
-    teacher_base: dict[str, str],
-) -> Pruned:
-    """Trains the kept weights. `teacher`: name of the dense model; None: none. `teacher_base`: see `load_teacher`."""
+def fine_tuned(run: Run, batches: TokenBatches, checkpoints: Checkpoints, teacher: str | None, base: dict) -> Pruned:
+    """Trains the kept weights. `teacher`: name of the dense model; None: none. `base`: of it, see `load_teacher`."""
     dense = None
     if teacher:
-        dense, identity = load_teacher(teacher, model, teacher_base, run.args.hardware.shard_within_node)
+        dense, identity = load_teacher(teacher, run.model, base, run.args.hardware.shard_within_node)
         checkpoints = replace(checkpoints, identity=checkpoints.identity | identity)
         if "dense" not in run.scores:  # `prune --finetune` has measured it
             run.scores["dense"] = run.evaluate(dense, "dense")
-    return train_kept_weights(model, layers, batches, patterns, checkpoints, dense, **vars(run.args.training))
+    data = run.model, run.layers, batches, run.patterns, checkpoints
+    return train_kept_weights(*data, dense, **vars(run.args.training))
 
 
-def describe_layers(model: nn.Module, layers: dict[str, nn.Linear], already: list[str], args: RunArgs) -> None:
+def describe_layers(run: Run, already: list[str]) -> None:
     """Prints lines on routers that stay dense, and on layers that are N:M before the run."""
-    dense = [name for name in routers(model) if name not in layers]
-    if dense and not args.model.exclude:
-        write_line(
-            f"{len(dense)} router layers stay dense, such as {dense[0]}; to prune them too: --include router gate ."
-        )
+    dense = [name for name in routers(run.model) if name not in run.layers]
+    if dense and not run.args.model.exclude:
+        write_line(f"{len(dense)} routers stay dense, such as {dense[0]}; to prune them too: --include router gate .")
     if already:
-        write_line(
-            f"already {args.model.pattern}: {len(already)} of {len(layers)} layers, such as {already[0]}; this run "
-            "starts from a pruned model"
-        )
+        count = f"{len(already)} of {len(run.layers)} layers, such as {already[0]}"
+        write_line(f"already {run.args.model.pattern}: {count}; this run starts from a pruned model")
 
 
-def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[TokenBatches | list, int | None]:
+def calibrate(run: Run, needs_data: bool) -> tuple[TokenBatches | list, int | None]:
     """The calibration samples, and their length in tokens; reads the held-out text too."""
     data, batches, seq_len = run.args.data, [], None
     if needs_data:
@@ -183,7 +170,8 @@ def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[
         size = training.per_device_train_batch_size if training else 1
         folder = run.folder.path / CHECKPOINTS / TOKENS
         flags = {"window": data.window, "batch_size": size, "seed": seed, "folder": folder} | vars(data)
-        batches, seq_len = read_batches(flags.pop("data"), model, tokenizer, **flags)
+        batches, seq_len = read_batches(flags.pop("data"), run.model, run.tokenizer, **flags)
     if run.args.evaluate.eval_data != "none":
-        run.evaluate = results.perplexity_of(run.args.evaluate, data.text_field, model, tokenizer, run.compute_dtype)
+        measured = run.model, run.tokenizer, run.compute_dtype
+        run.evaluate = results.perplexity_of(run.args.evaluate, data.text_field, *measured)
     return batches, seq_len

@@ -24,11 +24,11 @@ GB, FP32, BF16 = 10**9, 4, 2
 TOKEN_BYTES = 4  # per calibration token
 PROCESS = 850 * 10**6  # libraries and tokenizer: VmHWM of a run on a model of 100 KB, torch 2.14 with CUDA, x86-64
 MARGIN = 1.1  # plans are up to 10% above the measured peak, see docs/scaling.md
-SMALLER = (  # section and flags that need less memory, in the order in which they are suggested
-    ("training", {"per_device_train_batch_size": 1}),
-    ("hardware", {"precision": "bf16"}),
-    ("training", {"gradient_checkpointing": True}),
-    ("hardware", {"pretrained_weights": "disk"}),
+SMALLER = (  # section, flag and value that need less memory, in the order in which they are suggested
+    ("training", "per_device_train_batch_size", 1),
+    ("hardware", "precision", "bf16"),
+    ("training", "gradient_checkpointing", True),
+    ("hardware", "pretrained_weights", "disk"),
 )
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
@@ -86,8 +86,7 @@ class Plan:
     def memory(self, devices: int = 1) -> dict[str, Items]:
         """The peak memory of one of N devices, of its process on the host (rank zero), and of the disk.
 
-        Returns:
-            device (if it is not the CPU), host, disk -> item -> bytes, at the moment when this place is fullest.
+        device (if it is not the CPU), host, disk -> item -> bytes, at the moment when this place is fullest.
         """
         options, hardware = self.options, self.args.hardware
         w, f, mine, several = self.dtype.itemsize, self.file_dtype.itemsize, 1 / devices, devices > 1
@@ -219,13 +218,12 @@ def require_memory(args: RunArgs, device: torch.device, devices: int) -> None:
 def smaller(args: RunArgs, devices: int, place: str, free: float) -> str:
     """What to do so that the run fits."""
     flags, changed = [], copy.deepcopy(args)
-    for section, values in SMALLER:
+    for section, name, value in SMALLER:
         options = getattr(changed, section)
-        given = all(getattr(options, name) == value for name, value in values.items())
-        if given or HIDDEN[args.command] & values.keys():  # no flags of this command
+        if getattr(options, name) == value or name in HIDDEN[args.command]:  # not a flag of this command
             continue
-        flags += [f"--{name} {value}".removesuffix(" True") for name, value in values.items()]
-        vars(options).update(values)
+        flags.append(f"--{name} {value}".removesuffix(" True"))
+        setattr(options, name, value)
         size = total(Plan(changed).memory(devices)[place])
         if size <= free:
             return f"with {' '.join(flags)} it needs {size / GB:.2f} GB"

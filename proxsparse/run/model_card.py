@@ -49,25 +49,26 @@ def card_text(result: dict) -> str:
     if already:
         kept += f" ({number(already)} of these layers were {pattern} before the run)"
     steps = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if "steps" in result else ""
-    return page(
-        front_matter(base, pattern, UPDATED if updated else FROZEN),
-        f"# {Path(base).name}, pruned to {pattern} {name}",
-        top_text(result),
+    text = (
         f"{base} with {kept_share} in {number(result['layers'])} linear layers.\n{how} The kept weights {kept}; the "
-        f"other weights\nof these layers are +0.0. {others} {LICENCE}",
-        "## Held-out perplexity",
-        perplexity_text(result["perplexity"]),
-        "## How to use it",
-        USAGE,
-        "## How it was made",
-        f"```sh\n{result['command']}\n```\n\n{steps}{settings_text(result)}",
-        sha256_text(result["masks_sha256"]),
+        f"other weights\nof these layers are +0.0. {others} {LICENCE}"
     )
+    measured = "## Held-out perplexity", perplexity_text(result["perplexity"])
+    made = f"```sh\n{result['command']}\n```\n\n{steps}{settings_text(result)}"
+    relation = UPDATED if updated else FROZEN
+    return card(base, pattern, relation, f" {name}", [top_text(result), text, *measured], made, result["masks_sha256"])
 
 
-def sha256_text(digest: str) -> str:
-    """The last line of a card."""
-    return f"SHA-256 of the masks (names and packed bits): `{digest}`"
+def card(base: str, pattern: str, relation: str, title: str, text: list[str], made: str, digest: str) -> str:
+    """A model card. `title`: the end of its title; `text`: its first paragraphs; `made`: the command."""
+    return page(
+        front_matter(base, pattern, relation),
+        f"# {Path(base).name}, pruned to {pattern}{title}",
+        *text,
+        *("## How to use it", USAGE),
+        *("## How it was made", made),
+        f"SHA-256 of the masks (names and packed bits): `{digest}`",
+    )
 
 
 def front_matter(model: str, pattern: str, relation: str) -> str:
@@ -88,16 +89,11 @@ def applied_card_text(
     """
     base, made_for = shortened(base), shortened(made_for)
     other = f" The masks were made for {made_for}." if made_for not in ("", base) else ""
-    return page(
-        front_matter(base, pattern, FROZEN),
-        f"# {Path(base).name}, pruned to {pattern}",
-        *(f"> **Warning:** {note}" for note in notes),
+    text = (
         f"{base} under the masks of a run of proxsparse: {pattern} in {number(layers)} linear layers.{other} The kept "
         "weights\nare the pretrained ones, unchanged; the other weights of these layers are +0.0. All other parameters "
-        f"are the\npretrained ones. {LICENCE}",
-        "## How to use it",
-        USAGE,
-        "## How it was made",
-        f"`proxsparse apply {base} masks.safetensors --output_dir DIR`",
-        sha256_text(masks_sha256),
+        f"are the\npretrained ones. {LICENCE}"
     )
+    warnings = [f"> **Warning:** {note}" for note in notes]
+    made = f"`proxsparse apply {base} masks.safetensors --output_dir DIR`"
+    return card(base, pattern, FROZEN, "", [*warnings, text], made, masks_sha256)

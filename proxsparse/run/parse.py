@@ -33,8 +33,7 @@ from proxsparse.training.options import OBJECTIVES, FinetuneOptions, LearningOpt
 def parse_train(arguments: list[str] | None) -> RunArgs:
     """The flags of `proxsparse train`; without any, the demo recipe. `arguments`: None: those of the process.
 
-    Raises:
-        InputError: an unknown flag or recipe, an absent or malformed file, an invalid value.
+    Raises InputError for an unknown flag or recipe, an absent or malformed file, an invalid value.
     """
     return train_args(**vars(train_parser().parse_args(arguments)))
 
@@ -51,7 +50,7 @@ def train_parser() -> Parser:
 
 # If a source changes --objective, the values of these flags from sources of lower precedence are dropped: they were
 # chosen for the old one.
-CHOSEN_FOR_OBJECTIVE = (*OBJECTIVES["paper"], "distill", "match_hidden")
+CHOSEN_FOR_OBJECTIVE = {*OBJECTIVES["paper"], "distill", "match_hidden"}
 # If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"), ("save_minutes", "save_steps"))
 
@@ -59,8 +58,7 @@ EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs")
 def train_args(**given) -> RunArgs:
     """The checked flags of `proxsparse train`: `given`, completed from its `config` and `recipe` and from the defaults.
 
-    Raises:
-        InputError: as `parse_train`.
+    Raises InputError as `parse_train`.
     """
     from_file = file_flags(given["config"], "--config", train_parser()) if given.get("config") else {}
     recipe = given.get("recipe") or from_file.get("recipe")
@@ -69,22 +67,18 @@ def train_args(**given) -> RunArgs:
     if recipe and recipe not in RECIPE_NAMES:
         raise InputError(f"--recipe {recipe}: no such recipe; choose from {', '.join(RECIPE_NAMES)}")
     from_recipe = file_flags(RECIPES / f"{recipe}.yaml", "recipe", train_parser()) if recipe else {}
-    merged: dict = {}
-    for source in (from_recipe, from_file, given):
-        current = merged.get("objective", LearningOptions.objective)
-        if source.get("objective", current) != current:
-            for name in CHOSEN_FOR_OBJECTIVE:
-                merged.pop(name, None)
-        merged = over(merged, source)
-    args = checked("train", PROXSPARSE, UNIFORM, merged | {"recipe": recipe})
+    args = checked("train", PROXSPARSE, UNIFORM, over(over(from_recipe, from_file), given) | {"recipe": recipe})
     if args.hardware.pretrained_weights is None:  # masked layers need them at every step
         args.hardware.pretrained_weights = "device" if args.options.masked else "cpu"
     return args
 
 
 def over(lower: dict[str, object], source: dict[str, object]) -> dict[str, object]:
-    """The values of both, those of `source` first, see EXCLUSIVE."""
+    """The values of both, those of `source` first, see CHOSEN_FOR_OBJECTIVE and EXCLUSIVE."""
     dropped = {pair[1] for row in EXCLUSIVE for pair in (row, row[::-1]) if source.get(pair[0]) is not None}
+    before = lower.get("objective", LearningOptions.objective)
+    if source.get("objective", before) != before:
+        dropped |= CHOSEN_FOR_OBJECTIVE
     return {name: value for name, value in lower.items() if name not in dropped} | source
 
 
@@ -109,10 +103,8 @@ def parse_finetune(arguments: list[str] | None) -> RunArgs:
 def parse_prune(arguments: list[str]) -> RunArgs:
     """The flags of `proxsparse prune`: shared flags, the options of the method and the allocation, and of --finetune.
 
-    --method proxsparse has the flags of `proxsparse train`.
-
-    Raises:
-        InputError: an unknown flag, method or allocation, an option of another method, an invalid value.
+    --method proxsparse has the flags of `proxsparse train`. Raises InputError as `parse_train`, and for an unknown
+    method or allocation.
     """
     chooser = Parser("prune", add_help=False, argument_default=argparse.SUPPRESS)
     for name in ("--method", "--allocation", "--config"):
@@ -123,15 +115,11 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     method, allocation = asked.get("method"), str(asked.get("allocation") or UNIFORM)
     finetune = str(asked.get("finetune")).lower() == "true"  # a file may have it as text
     if finetune and method in list_methods() and "learning_rate" in get_method(method).options:  # trains by itself
-        raise InputError(
-            f"--finetune: not with --method {method}; run proxsparse finetune on its --output_dir after it"
-        )
+        raise InputError(f"--finetune: not with --method {method}; run proxsparse finetune on its --output_dir then")
     if method == PROXSPARSE:
         if allocation != UNIFORM:
-            raise InputError(
-                f"--allocation {allocation}: {PROXSPARSE} has one --pattern for all layers; leave it out, or choose "
-                "another --method"
-            )
+            reason = f"{PROXSPARSE} has one --pattern for all layers; leave it out, or choose another --method"
+            raise InputError(f"--allocation {allocation}: {reason}")
         return parse_train([*others, *(["--config", asked["config"]] if "config" in asked else [])])
     parser = prune_parser(method, allocation, finetune)
     given = vars(parser.parse_args(arguments))  # --help ends here
@@ -164,12 +152,8 @@ def prune_parser(method: str | None, allocation: str, finetune: bool = False) ->
     add_flag(parser, "method", str, f"one of: {', '.join(list_methods())}")
     what = f"how N:M of each decoder block is chosen; one of: {', '.join(ALLOCATIONS)} (default: {UNIFORM})"
     add_flag(parser, "allocation", str, what)
-    add_flag(
-        parser,
-        "finetune",
-        bool,
-        "then train the kept weights on the same samples, as proxsparse finetune; the mask is held",
-    )
+    what = "then train the kept weights on the same samples, as proxsparse finetune; the mask is held"
+    add_flag(parser, "finetune", bool, what)
     add_sections(parser, "prune", more=(FinetuneOptions,) if finetune else ())
     rows = [get_method(method)] if method in list_methods() else []
     for row in (*rows, get_allocation(allocation)):

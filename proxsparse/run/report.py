@@ -87,18 +87,18 @@ def parsed(text: bytes, where: str) -> dict:
     """The JSON object in a file or line. Raises InputError, which begins with `where`, if there is none."""
     try:
         record = json.loads(text)
+        if not isinstance(record, dict):
+            raise ValueError("expected a JSON object")
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON ({error}); fix or delete the file") from error
-    if not isinstance(record, dict):
-        raise InputError(f"{where}: expected a JSON object; fix or delete the file")
     return record
 
 
 def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -> str:
     """The text of report.md. `plots`: None without matplotlib."""
-    pictures = ["No plots: `pip install matplotlib`, then `proxsparse report` on this folder."]
-    if plots is not None:
-        pictures = [f"![{PLOTS[name][0]}]({name})" for name in plots]
+    pictures = [f"![{PLOTS[name][0]}]({name})" for name in plots or {}]
+    if plots is None:
+        pictures = ["No plots: `pip install matplotlib`, then `proxsparse report` on this folder."]
     if result is None:
         reason = "There is no result.json: the run is still in progress, or was stopped before it was complete."
         last = f", the last with loss {number(rows[-1]['loss'])}" if rows else ""
@@ -120,10 +120,7 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -
 
 
 def draw_plots(rows: Sequence[dict], similarity: Sequence[dict]) -> dict[str, bytes] | None:
-    """File name -> PNG for every plot with at least one finite value; None without matplotlib.
-
-    `similarity`: the rows of the plot that is known only at the end.
-    """
+    """File name -> PNG for every plot with a finite value; None without matplotlib. `similarity`: for the last plot."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

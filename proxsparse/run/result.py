@@ -20,7 +20,7 @@ from proxsparse.models.layers import body_linears, dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.models.unfold_linears import unfolded_layers
 from proxsparse.patterns import NMPattern, pattern_name
-from proxsparse.run.args import EvaluateArgs, RunArgs
+from proxsparse.run.args import PROXSPARSE, EvaluateArgs, RunArgs
 from proxsparse.run.sections import BOS, each_value, named_scores, shareable
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
@@ -39,8 +39,7 @@ def perplexity_of(
 ) -> Callable[[nn.Module, str], Perplexity]:
     """Reads the held-out text. Returns a function (model, name) -> its perplexity.
 
-    Raises:
-        InputError: the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
+    Raises InputError if the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
     """
     source = args.eval_data
     tokens = evaluation_tokens(on_rank_zero(lambda: evaluation_text(source, text_field=text_field)), tokenizer)
@@ -64,9 +63,8 @@ def scores_under(
 ) -> tuple[dict[str, Perplexity], int]:
     """The perplexity of the pretrained weights under each set of masks, as far as it was measured; the exit code.
 
-    An error or a signal ends the measurement with a message, and not the run: the masks are complete.
-
-    `trained`: names of parameters that keep their current values, as in `models.snap_`.
+    An error or a signal ends the measurement with a message, and not the run: the masks are complete. `trained`: names
+    of parameters that keep their current values, as in `models.snap_`.
     """
     scores, code = {}, 0
     try:
@@ -117,34 +115,30 @@ def layer_figures(model: nn.Module, layers: dict[str, nn.Linear], patterns: dict
 def warnings_for(table: dict | None, figures: dict, samples: int | None, args: RunArgs) -> list[str]:
     """Warnings about the quality of the masks, each with a remedy.
 
-    Args:
-        table: from `perplexity_table`.
-        figures: from `Pruned.figures`.
-        samples: number of calibration samples; None: the method needs none.
+    `table`: from `perplexity_table`; `figures`: of `Pruned`; `samples`: their number, None: the method needs none.
     """
-    found, options = [], args.options
+    found, table = [], table or {}
     if samples is not None and samples < args.data.num_samples:
         found.append(
             f"the calibration text has only {samples} of --num_samples {args.data.num_samples} samples: give more "
             f"documents, or use {'' if args.data.packing else '--packing with '}a shorter --seq_len"
         )
-    before = (table or {}).get("pruned" if args.command == "finetune" else args.method)
-    if table and "finetune" in table and not table["finetune"] < before:
+    before = table.get("pruned" if args.command == "finetune" else args.method)
+    if "finetune" in table and not table["finetune"] < before:
         found.append(
             f"fine-tuning has not improved the model (perplexity {table['finetune']:.2f}, before {before:.2f}): give "
             f"more text (--num_samples), or change --learning_rate (now {args.training.learning_rate:g})"
         )
-    learned = args.method == "proxsparse"
-    if learned and {args.method, "magnitude"} <= (table or {}).keys() and not table[args.method] < table["magnitude"]:
+    if args.method != PROXSPARSE:
+        return found
+    options, decided = args.options, figures["feasible_share"]
+    if "magnitude" in table and not table[PROXSPARSE] < table["magnitude"]:
         found.append(
-            f"the learned mask is no better than the magnitude mask (perplexity {table[args.method]:.2f} against "
+            f"the learned mask is no better than the magnitude mask (perplexity {table[PROXSPARSE]:.2f} against "
             f"{table['magnitude']:.2f}): raise --num_samples or --seq_len, change --learning_rate (now "
-            f"{options.learning_rate:g})" + (", or use --objective masked" if args.options.objective == "paper" else "")
+            f"{options.learning_rate:g})" + ", or use --objective masked" * (not options.masked)
         )
-    decided = figures.get("feasible_share")
-    if (
-        decided is not None and args.options.objective == "paper" and decided < FEW_DECIDED
-    ):  # masked has no final projection
+    if not options.masked and decided < FEW_DECIDED:  # masked has no final projection
         found.append(
             f"only {decided:.1%} of the blocks were {args.model.pattern} before the final projection, which prunes the "
             "others by magnitude; raise --reg_lambda_rel (or --reg_lambda), or use more steps"

@@ -12,6 +12,8 @@ from proxsparse.models.loading import base_identity, load_model, load_tokenizer
 from proxsparse.runtime.distributed import on_rank_zero
 from proxsparse.runtime.sharding import shard_and_move_
 
+GIVE = "give the dense model that was pruned"
+
 
 def load_teacher(name: str, model: nn.Module, base: dict[str, str], within_node: bool) -> tuple[nn.Module, dict]:
     """The teacher of the model, on its device, sharded like it; and its `identity_of`.
@@ -24,8 +26,13 @@ def load_teacher(name: str, model: nn.Module, base: dict[str, str], within_node:
     with named_teacher(base):
         teacher, _ = load_model(name)
     refuse_other_vocabulary(model, teacher, f"--teacher {name}")
-    if base.get("base_weights_sha256"):
-        on_rank_zero(lambda: refuse_changed(base, base_identity(name, teacher)))
+    if then := base.get("base_weights_sha256"):
+        now = on_rank_zero(lambda: base_identity(name, teacher))["base_weights_sha256"]
+        if now != then:
+            raise InputError(
+                f"--teacher is missing: masks.safetensors names {name!r}, whose weights are not those that were pruned "
+                f"(sha256 {now:.12}, recorded {then:.12}); give the dense model with --teacher"
+            )
     weight, identity = next(model.parameters()), identity_of(teacher)
     shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node)
     return teacher, identity
@@ -36,24 +43,11 @@ def identity_of(teacher: nn.Module) -> dict[str, str]:
     return {"a teacher with the digest": digest_of(teacher, ())[:16]}
 
 
-def refuse_changed(recorded: dict[str, str], loaded: dict[str, str]) -> None:
-    """Raises InputError if the weights of the recorded teacher have changed since the model was pruned."""
-    then, now = recorded["base_weights_sha256"], loaded["base_weights_sha256"]
-    if then != now:
-        raise InputError(
-            f"--teacher is missing: masks.safetensors names {loaded['base_model']!r}, whose weights are not those that "
-            f"were pruned (sha256 {now:.12}, recorded {then:.12}); give the dense model with --teacher"
-        )
-
-
 def refuse_other_vocabulary(model: nn.Module, teacher: nn.Module, what: str) -> None:
     """Raises InputError, which begins with `what`, if the embeddings of the two have different numbers of tokens."""
-    sizes = [len(each.get_input_embeddings().weight) for each in (model, teacher)]
-    if sizes[0] != sizes[1]:
-        raise InputError(
-            f"{what}: its vocabulary has {sizes[1]:,} tokens, that of the model {sizes[0]:,}; give the dense "
-            "model that was pruned"
-        )
+    own, others = (len(each.get_input_embeddings().weight) for each in (model, teacher))
+    if own != others:
+        raise InputError(f"{what}: its vocabulary has {others:,} tokens, that of the model {own:,}; {GIVE}")
 
 
 def check_tokens(tokenizer, teacher: str, base: dict[str, str]) -> None:
@@ -69,8 +63,7 @@ def check_tokens(tokenizer, teacher: str, base: dict[str, str]) -> None:
         i = different[0]
         raise InputError(
             f"--teacher {teacher}: its tokens are not those of {tokenizer.name_or_path}: {len(different):,} token ids "
-            f"differ, such as {i}: {others[i]!r} in the teacher, {own[i]!r} in the model; give the dense model that "
-            "was pruned"
+            f"differ, such as {i}: {others[i]!r} in the teacher, {own[i]!r} in the model; {GIVE}"
         )
 
 
