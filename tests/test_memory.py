@@ -1,6 +1,8 @@
 """--plan: its formulas are close to what the code allocates and saves; its page; what it refuses."""
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,7 +132,7 @@ def test_the_plan_is_printed_and_nothing_else_happens(main, tmp_path, monkeypatc
     ("share", "message"),
     [
         (0.8, r"GB on the host, where 1\.\d\d GB are free; with --per_device_train_batch_size 1 it needs 0\.\d\d GB"),
-        (0.001, "use more devices with torchrun, or a smaller model; --plan lists"),
+        (0.001, "are free; use a smaller model; --plan lists"),
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_before_it_loads(share, message, tmp_path, monkeypatch):
@@ -148,6 +150,42 @@ def test_a_run_that_does_not_fit_is_refused_before_it_loads(share, message, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("device", "place", "share", "processes", "message"),
+    [
+        ("cpu", "host", 3.5, (4, 4), "use fewer processes on this machine, or a smaller model"),
+        ("cpu", "host", 4, (4, 4), None),
+        ("cpu", "host", 2, (4, 2), None),  # on two machines
+        ("cuda", "host", 4, (4, 4), None),  # the model for saving is on the host of one of them
+        (
+            "cuda",
+            "device",
+            0.4,
+            (1, 1),
+            r"--gradient_checkpointing and torchrun on \d+ devices it needs 0.\d\d GB on each",
+        ),
+        ("cpu", "disk", 0.8, (1, 1), r"GB on the disk, where .* free; free some space, or choose another --output_dir"),
+        ("cpu", "disk", 1, (1, 1), None),
+    ],
+)
+def test_the_memory_of_every_process_and_the_disk_are_compared(
+    device, place, share, processes, message, tmp_path, monkeypatch
+):
+    """`share`: what is free, relative to the plan of one process with as many in all."""
+    model = save_tiny_model("llama", tmp_path / "model", num_hidden_layers=12)
+    args = parse_train(["--model", str(model), "--seq_len", "32", "--device", device, "--pretrained_weights", "disk"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file").write_bytes(bytes(1000))  # of the run that is resumed
+    monkeypatch.setattr(memory, "CUDA_CONTEXT", 0)
+    free = share * memory.total(memory.Plan(args).memory(processes[0])[place])
+    monkeypatch.setattr(memory, "free_memory", lambda device: {place: free} if place != "disk" else {})
+    usage = SimpleNamespace(free=free - 1000 if place == "disk" else 10**15)
+    monkeypatch.setattr(memory, "disk_usage", lambda path: usage)
+    raises = pytest.raises(InputError, match=message) if message else nullcontext()
+    with raises:
+        memory.require_memory(args, torch.device(device), tmp_path / "run", *processes)
+
+
 def test_the_free_memory_is_known():
     assert 10**8 < memory.free_memory(torch.device("cpu"))["host"] < 10**14
 
@@ -155,4 +193,4 @@ def test_the_free_memory_is_known():
 def test_a_model_without_a_plan_is_not_checked(tmp_path, monkeypatch):
     flags = parse_train(["--model", str(save_tiny_model("llama", tmp_path / "model"))])
     monkeypatch.setattr(memory, "Plan", lambda args: args.no_such_flag)
-    memory.require_memory(flags, torch.device("cpu"), 1)
+    memory.require_memory(flags, torch.device("cpu"), tmp_path)

@@ -55,7 +55,8 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
         if on_rank_zero(lambda: run_folder.nothing_left(folder)):
             return 0
         if args.training:
-            on_rank_zero(lambda: memory.require_memory(args, device, world_size()))
+            processes = world_size(), distributed.local_world_size()
+            on_rank_zero(lambda: memory.require_memory(args, device, folder.path, *processes))
         return work(Run(args, folder, device))
 
 

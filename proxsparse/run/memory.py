@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
+from shutil import disk_usage
 
 import torch
 from torch import nn
@@ -30,6 +32,7 @@ SMALLER = (  # section, flag and value that need less memory, in the order in wh
     ("training", "gradient_checkpointing", True),
     ("hardware", "pretrained_weights", "disk"),
 )
+OF_RANK_ZERO = ("model for saving", "masks of all devices")  # on the host
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
 Items = dict[str, float]  # what -> bytes
@@ -195,28 +198,44 @@ def page(args: RunArgs) -> str:
 # ---------------------------------------------------------------------------------------------- before a run
 
 
-def require_memory(args: RunArgs, device: torch.device, devices: int) -> None:
-    """Raises InputError, which suggests flags, if the run needs more memory than is free.
+def require_memory(args: RunArgs, device: torch.device, path: Path, devices: int = 1, local: int = 1) -> None:
+    """Raises InputError, which says what to do, if the run needs more memory or disk than is free on this machine.
 
     Models that `Plan` does not know are not checked, and activations only of models like Llama.
+
+    Args:
+        path: the output directory; its files count as free space, because a resumed run replaces them.
+        devices, local: processes of the run, and those of them on this machine.
     """
     try:
-        sizes, free = Plan(args), free_memory(device)
-        needed = sizes.memory(devices)
+        plan, free = Plan(args), free_memory(device)
+        sizes = needed(plan, devices, local)
     except Exception:  # an unusual config, or an error that loading reports
         return
-    for place, items in needed.items():
-        size = total(items) - items.get("activations", 0) * (not sizes.knows_activations)
+    free["disk"] = disk_usage(path).free + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    for place, size in sizes.items():
         if place in free and size > MARGIN * free[place]:
-            plan = "" if "plan" in HIDDEN[args.command] else "; --plan lists what needs it"
+            listed = "" if "plan" in HIDDEN[args.command] else "; --plan lists what needs it"
             raise InputError(
                 f"the run needs about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free; "
-                f"{smaller(args, devices, place, free[place])}{plan}"
+                f"{smaller(args, devices, local, place, free[place])}{listed}"
             )
 
 
-def smaller(args: RunArgs, devices: int, place: str, free: float) -> str:
+def needed(plan: Plan, devices: int, local: int) -> dict[str, float]:
+    """Bytes on each device, on the host of `local` of the N processes, rank zero among them, and on the disk."""
+    sizes = {}
+    for place, items in plan.memory(devices).items():
+        known = items if plan.knows_activations else items | {"activations": 0}
+        once = sum(known.get(name, 0) for name in OF_RANK_ZERO)
+        sizes[place] = once + (total(known) - once) * (local if place == "host" else 1)
+    return sizes
+
+
+def smaller(args: RunArgs, devices: int, local: int, place: str, free: float) -> str:
     """What to do so that the run fits."""
+    if place == "disk":
+        return "free some space, or choose another --output_dir"
     flags, changed = [], copy.deepcopy(args)
     for section, name, value in SMALLER:
         options = getattr(changed, section)
@@ -224,7 +243,12 @@ def smaller(args: RunArgs, devices: int, place: str, free: float) -> str:
             continue
         flags.append(f"--{name} {value}".removesuffix(" True"))
         setattr(options, name, value)
-        size = total(Plan(changed).memory(devices)[place])
+        size = needed(Plan(changed), devices, local)[place]
         if size <= free:
             return f"with {' '.join(flags)} it needs {size / GB:.2f} GB"
-    return "use a smaller model" if args.command == "prune" else "use more devices with torchrun, or a smaller model"
+    for several in (2, 4, 8, 16, 32, 64) if place == "device" and args.command != "prune" else ():
+        size = needed(Plan(changed), several, 1)[place]
+        if several > devices and size <= free:
+            ways = [*[" ".join(flags)] * bool(flags), f"torchrun on {several} devices"]
+            return f"with {' and '.join(ways)} it needs {size / GB:.2f} GB on each"
+    return "use fewer processes on this machine, or a smaller model" if local > 1 else "use a smaller model"
