@@ -21,7 +21,7 @@ from proxsparse.io.checkpoints import CHECKPOINTS, saved_names
 from proxsparse.io.file_lock import lock_directory
 
 MARKER, LOCK = ".proxsparse.json", ".proxsparse.lock"
-FORMAT, MOST_BYTES = "proxsparse-run-2", 1 << 20  # limit for a marker; a run writes about 3,000 bytes
+FORMAT = "proxsparse-run-2"  # of the marker
 RESULT, METRICS, MASKS, CONFIG = "result.json", "metrics.jsonl", "masks.safetensors", "config.yaml"
 
 
@@ -104,28 +104,28 @@ def check_owner(path: Path, command: str, settings: dict, resume: bool, may_diff
 
 def read_marker(path: Path) -> dict | None:
     """The marker of a directory; None if there is none. Raises InputError for a damaged marker."""
-    try:
-        with (path / MARKER).open("rb") as file:
-            marker = json.loads(file.read(MOST_BYTES))
-    except FileNotFoundError:
+    if not (path / MARKER).exists():
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        marker = error
-    entries = {"format": str, "run_id": str, "command": str, "settings": dict}
-    if isinstance(marker, dict) and marker.get("format", FORMAT) != FORMAT:
+    marker, entries = read_object(path / MARKER), {"format": str, "run_id": str, "command": str, "settings": dict}
+    if marker.get("format", FORMAT) != FORMAT:
         raise InputError(f"{path / MARKER}: written by another version of proxsparse; choose another directory")
-    if not isinstance(marker, dict) or not all(isinstance(marker.get(name), kind) for name, kind in entries.items()):
+    if not all(isinstance(marker.get(name), kind) for name, kind in entries.items()):
         raise InputError(f"{path / MARKER}: damaged, so it is unknown which run wrote here; choose another directory")
     return marker
 
 
 def read_result(path: Path) -> dict:
     """The content of result.json; {} if it is missing or not a JSON object."""
+    return read_object(path / RESULT)
+
+
+def read_object(file: Path) -> dict:
+    """The JSON object in a file; {} if there is none."""
     try:
-        result = json.loads((path / RESULT).read_bytes())
+        found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return result if isinstance(result, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def remove_unsaved(path: Path) -> None:
