@@ -75,7 +75,6 @@ def perplexity(
         max_windows: largest number of windows; -1 or None: all.
         bos: as `asked` in `window_bos`. Before each window: the window has L-1 tokens of the text.
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
-        title: title of the progress bar.
     Raises:
         InputError: a token that the model does not have; seq_len is below 2, or above the model's context length or
             the text; as `window_bos`.
