@@ -107,11 +107,7 @@ class Checkpoints:
         on_rank_zero(then, group)
 
     def facts(self, name: str) -> dict | None:
-        """The JSON values of a checkpoint, after its files have been verified; None if there is no such checkpoint.
-
-        Raises:
-            InputError: it is damaged, or its identity differs from that of this run.
-        """
+        """The JSON values of a checkpoint, which is `verified`; None if there is no such checkpoint."""
         path = self.folder / name
         return on_rank_zero(lambda: verified(path, self.identity) if path.is_dir() else None)
 
@@ -120,13 +116,8 @@ class Checkpoints:
     ) -> dict[str, Tensor]:
         """Reads tensors, or the rows of this process, after `facts` has verified them. All processes must call it.
 
-        Args:
-            into: name -> tensor that is filled in place.
-            prefixes: tensors whose names begin with one of these are created on the CPU.
-        Returns:
-            name -> tensor, of `into` and `prefixes`.
-        Raises:
-            InputError: a tensor is missing, or has another shape or dtype than in `into`.
+        Fills the tensors of `into` in place, and creates those whose names begin with one of `prefixes` on the CPU;
+        returns both. Raises InputError if one of `into` is missing, or has another shape or dtype.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -136,11 +127,9 @@ class Checkpoints:
         saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         for key, tensor in tensors.items():
             held = (found := saved.get(key)) and (list(found.size), found.properties.dtype)
-            if held != (list(tensor.shape), tensor.dtype):
-                raise InputError(
-                    f"{path}: {key} is {held or 'missing'}, expected {list(tensor.shape)} {tensor.dtype}; the "
-                    "checkpoint belongs to another model or version"
-                )
+            if held != (needed := (list(tensor.shape), tensor.dtype)):
+                remedy = "the checkpoint belongs to another model or version; delete it"
+                raise InputError(f"{path}: {key} is {held or 'missing'}, expected {needed}; {remedy}")
         for key, found in saved.items():
             if key not in tensors and key.startswith(prefixes):
                 tensors[key] = torch.empty(found.size, dtype=found.properties.dtype)

@@ -23,10 +23,8 @@ def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
     except OSError as error:
         if file is not None:
             raise
-        raise InputError(
-            f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); fix the permissions or choose another "
-            "directory"
-        ) from error
+        remedy = "fix the permissions or choose another directory"
+        raise InputError(f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); {remedy}") from error
     finally:
         if file is not None:
             with suppress(OSError):
@@ -40,23 +38,17 @@ def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
 def acquire(path: Path) -> int:
     """Creates and locks the file `path` until its descriptor is closed or the process ends; returns the descriptor.
 
-    The file names this process for the error message of others. A file system without locks gives a warning.
-
-    Raises:
-        InputError: another process holds the lock.
-        OSError: the file cannot be written.
+    The file names this process for the InputError that others get. A file system without locks gives a warning.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            holder = os.read(file, 1000).decode(errors="replace").strip()
+            holder = os.read(file, 1000).decode(errors="replace").strip() or "just started"
             os.close(file)
-            raise InputError(
-                f"another run ({holder or 'just started'}) writes to {str(path.parent)!r}; wait for it, stop it, or "
-                "choose another --output_dir"
-            ) from None
+            remedy = "wait for it, stop it, or choose another --output_dir"
+            raise InputError(f"another run ({holder}) writes to {str(path.parent)!r}; {remedy}") from None
         except OSError:
             where = f"the file system of {str(path.parent)!r}"
             print(f"WARNING: {where} has no file locks: make sure that no other run writes to it", file=sys.stderr)

@@ -40,12 +40,11 @@ def save_masks(
 
     Per layer `<module name>`: uint8 [out_features, ceil(in_features / 8)], numpy.packbits(mask, axis=-1,
     bitorder="little"). Metadata: format, pattern, bitorder, what is known of the pretrained model, and in_features of
-    every layer as JSON.
+    every layer as JSON. If the patterns differ: pattern "mixed", and `patterns` of every layer as JSON.
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
-        pattern: one for all layers, or layer name -> pattern; None: found from the zeros of each mask. If they differ,
-            the metadata has pattern "mixed", and `patterns` with the pattern of every layer as JSON.
+        pattern: one for all layers, or layer name -> pattern; None: found from the zeros of each mask.
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
     Raises:
@@ -64,9 +63,8 @@ def save_masks(
         check_mask(name, mask)
         found = clear_pattern(block_counts(mask), mask.shape[-1]) if pattern is None else given.get(name)
         if found is None:
-            raise InputError(
-                f"masks: the pattern of layer {name} is not given, nor clear from its zeros; give pattern="
-            )
+            unknown = f"the pattern of layer {name} is not given, nor clear from its zeros"
+            raise InputError(f"masks: {unknown}; give pattern=")
         if not (found := NMPattern.parse(found)).is_mask(mask):
             raise InputError(f"masks: layer {name} does not keep {found} in all blocks; give its pattern")
         patterns[name] = str(found)
@@ -74,9 +72,7 @@ def save_masks(
         "format": MASK_FORMAT,
         "pattern": pattern_name(patterns),
         "bitorder": "little",
-        "base_model": base_model,
-        "base_revision": base_revision,
-        "base_weights_sha256": base_weights_sha256,
+        **dict(zip(BASE, (base_model, base_revision, base_weights_sha256), strict=True)),
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
     if metadata["pattern"] == MIXED:
@@ -111,8 +107,7 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
 def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern], dict[str, str]]:
     """The masks as in `load_masks`, layer name -> pattern, and the metadata of the file.
 
-    Raises:
-        InputError: the file is missing or malformed, or a mask does not keep exactly n of every m weights.
+    Raises InputError if the file is missing or malformed, or a mask does not keep exactly n of every m weights.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -171,10 +166,9 @@ def refuse_other_base(recorded: dict[str, str], base: dict[str, str], masks: str
     key = "base_weights_sha256" if recorded.get("base_weights_sha256") else "base_model"
     if recorded.get(key) != base[key]:
         revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
-        raise InputError(
-            f"{masks}: these masks belong to {recorded.get('base_model')!r}{revision}, whose weights differ from "
-            f"those of {base['base_model']!r}; give the masks of this model, or add --allow_other_base"
-        )
+        owner = f"{recorded.get('base_model')!r}{revision}, whose weights differ from those of {base['base_model']!r}"
+        remedy = "give the masks of this model, or add --allow_other_base"
+        raise InputError(f"{masks}: these masks belong to {owner}; {remedy}")
 
 
 def unpack_checked(packed: Tensor, columns: object) -> Tensor:

@@ -34,6 +34,7 @@ DEQUANTIZED = ("fp8", "mxfp4")  # quantized checkpoints that are converted to de
 WEIGHTS_NAME = "transformers_weights"
 PACKED = "this checkpoint is packed"  # how the entry begins in all versions
 AGAIN = "download the checkpoint again"
+CONVERT = "convert them with save_pretrained(folder, safe_serialization=True) in an isolated environment"
 # proxsparse is not on PyPI.
 FROM_CLONE = "in a clone of the repository of proxsparse run: pip install {} --no-build-isolation"
 INSTALL = f"{PACKED}: {FROM_CLONE.format('.')} (or import proxsparse first, if it is installed)"
@@ -42,18 +43,14 @@ INSTALL = f"{PACKED}: {FROM_CLONE.format('.')} (or import proxsparse first, if i
 def check_folder(folder: Path) -> None:
     """Raises InputError if files of the folder name code, pickles or files elsewhere. Nothing is loaded."""
     if not any((folder / name).is_file() for name in (ONE_FILE, INDEX)) and list(folder.glob("*.bin")):
-        raise InputError(
-            f"model {str(folder)!r}: contains pickled .bin weights, which can run code when loaded; convert them with "
-            "save_pretrained(folder, safe_serialization=True) in an isolated environment"
-        )
+        pickled = "contains pickled .bin weights, which can run code when loaded"
+        raise InputError(f"model {str(folder)!r}: {pickled}; {CONVERT}")
     for path in sorted(path for pattern in OPENED for path in folder.glob(pattern)):
         if not is_inside(path, folder):
             raise InputError(f"{path}: is a link to a file outside its folder; if you trust it, put the file there")
     if (folder / "adapter_config.json").exists():
-        raise InputError(
-            f"model {str(folder)!r}: contains an adapter (adapter_config.json); merge it into its base model (peft: "
-            "merge_and_unload) and save the result"
-        )
+        remedy = "merge it into its base model (peft: merge_and_unload) and save the result"
+        raise InputError(f"model {str(folder)!r}: contains an adapter (adapter_config.json); {remedy}")
     if is_sharded(folder):
         shards(folder / INDEX)
     check_config(folder / "config.json")
@@ -137,10 +134,8 @@ def existing(files: list[Path]) -> list[Path]:
     """The files. Raises InputError for one that is missing or not a regular file."""
     for file in files:
         if not file.is_file():
-            raise InputError(
-                f"{str(file.parent)!r}: {file.name} is missing; give the folder of a complete safetensors checkpoint "
-                "(pickled weights are not read; convert them with save_pretrained in an isolated environment)"
-            )
+            remedy = f"give the folder of a complete safetensors checkpoint; if its weights are pickled, {CONVERT}"
+            raise InputError(f"{str(file.parent)!r}: {file.name} is missing; {remedy}")
     return files
 
 

@@ -53,8 +53,7 @@ def opened(
         settings: the flags as JSON values; a resumed run must have the same, except those in `may_differ`.
         resume: continue the run in this directory, or start one if the directory is empty.
     Raises:
-        InputError: another run writes to the directory; it is not writable; it is not empty and `resume` is False, or
-            no run has written to it; the run to resume has another command or other flags.
+        InputError: another run writes to the directory; it is not writable; as `check_owner`.
     """
     if path.exists() and not path.is_dir():
         raise InputError(f"--output_dir {str(path)!r} is a file; give a directory")
@@ -78,27 +77,27 @@ def opened(
 
 
 def check_owner(path: Path, command: str, settings: dict, resume: bool, may_differ: Iterable[str]) -> dict | None:
-    """The marker of the run to resume, or None for a new run. Raises InputError if the run may not write here."""
-    marker = read_marker(path)
+    """The marker of the run to resume, or None for a new run.
+
+    Raises InputError if the directory is not empty and `resume` is False, or no run has written to it; or if the run to
+    resume has another command or other flags.
+    """
+    marker, where = read_marker(path), f"--output_dir {str(path)!r} is not empty"
     if marker is None:
-        foreign = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith((LOCK, SCRATCH)))
+        foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith((LOCK, SCRATCH))]
         if foreign:
-            raise InputError(
-                f"--output_dir {str(path)!r} is not empty ({foreign[0]}) and no run of proxsparse has written there; "
-                "choose another directory"
-            )
+            raise InputError(f"{where} ({min(foreign)}) and no run of proxsparse has written there; choose another")
         return None
     if not resume:
         complete = read_result(path).get("status") == "complete" or marker["command"] in ("pack", "apply")
         hint = "" if complete else "; to continue the run in it, add --resume_from_checkpoint last"
-        raise InputError(f"--output_dir {str(path)!r} is not empty; choose another, or delete it{hint}")
-    different = f"the command proxsparse {marker['command']} (now {command})" if marker["command"] != command else ""
-    different = different or different_flags(marker["settings"], settings, set(may_differ))
+        raise InputError(f"{where}; choose another, or delete it{hint}")
+    different = different_flags(marker["settings"], settings, set(may_differ))
+    if marker["command"] != command:
+        different = f"the command proxsparse {marker['command']} (now {command})"
     if different:
-        raise InputError(
-            f"--resume_from_checkpoint: the run in {str(path)!r} has {different}; give the same, or choose another "
-            "--output_dir"
-        )
+        remedy = "give the same, or choose another --output_dir"
+        raise InputError(f"--resume_from_checkpoint: the run in {str(path)!r} has {different}; {remedy}")
     return marker
 
 
