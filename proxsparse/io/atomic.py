@@ -37,10 +37,9 @@ def require_space(path: Path, needed_bytes: int, what: str = "the result needs")
     """Raises InputError if the disk has less than `needed_bytes` free."""
     free = shutil.disk_usage(path).free
     if free < needed_bytes:
-        raise InputError(
-            f"the disk of --output_dir {str(path)!r} has {free / 2**20:.0f} MiB free, but {what} about "
-            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
-        )
+        short = f"has {free / 2**20:.0f} MiB free, but {what} about {needed_bytes / 2**20:.0f} MiB"
+        remedy = "free some space or choose another --output_dir"
+        raise InputError(f"the disk of --output_dir {str(path)!r} {short}; {remedy}")
 
 
 @contextmanager
@@ -79,8 +78,8 @@ def remove_folder(folder: Path) -> None:
 def atomic_write(path: Path):
     """Yields a temporary path in the same folder. On success the file is synced and renamed, on error removed.
 
-    A reader never sees a partial file, even after a kill or a power failure. Two processes may write the same file at
-    the same time, such as a run and `proxsparse report`: each has its own temporary file.
+    A reader never sees a partial file, even after a power failure. Two processes, as of a run and a report, may
+    write the same file at the same time.
     """
     temporary = path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")
     try:

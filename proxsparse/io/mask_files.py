@@ -23,7 +23,13 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor, columns: int) -> Tensor:
-    """The inverse of `pack_mask`."""
+    """The inverse of `pack_mask`. Raises ValueError unless `packed` is uint8 [rows, ceil(columns / 8)].
+
+    They may be untrusted, so this is checked first: `columns` decides how much memory is allocated.
+    """
+    whole = type(columns) is int and columns > 0
+    if not whole or packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != -(-columns // 8):
+        raise ValueError(f"{packed.dtype} {list(packed.shape)} is not a uint8 mask of in_features {columns!r:.40}")
     bits = np.unpackbits(packed.cpu().numpy(), axis=-1, bitorder="little", count=columns)
     return torch.from_numpy(bits.astype(bool))
 
@@ -126,7 +132,7 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
         mixed = metadata["pattern"] == MIXED
         named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
         patterns = {name: NMPattern.parse(named[name]) for name in packed}
-        masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
+        masks = {name: unpack_mask(tensor, columns[name]) for name, tensor in packed.items()}
         for name, mask in masks.items():
             if not patterns[name].is_mask(mask):
                 raise ValueError(f"layer {name} does not keep {patterns[name]} in all blocks")
@@ -169,14 +175,3 @@ def refuse_other_base(recorded: dict[str, str], base: dict[str, str], masks: str
         owner = f"{recorded.get('base_model')!r}{revision}, whose weights differ from those of {base['base_model']!r}"
         remedy = "give the masks of this model, or add --allow_other_base"
         raise InputError(f"{masks}: these masks belong to {owner}; {remedy}")
-
-
-def unpack_checked(packed: Tensor, columns: object) -> Tensor:
-    """`unpack_mask` of an untrusted tensor; ValueError unless it is uint8 [out_features, ceil(columns / 8)].
-
-    It is checked first because `columns` decides how much memory is allocated.
-    """
-    whole = isinstance(columns, int) and not isinstance(columns, bool) and columns > 0
-    if not whole or packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != -(-columns // 8):
-        raise ValueError(f"{packed.dtype} {list(packed.shape)} is not a uint8 mask of in_features {columns!r:.40}")
-    return unpack_mask(packed, columns)

@@ -42,7 +42,8 @@ INSTALL = f"{PACKED}: {FROM_CLONE.format('.')} (or import proxsparse first, if i
 
 def check_folder(folder: Path) -> None:
     """Raises InputError if files of the folder name code, pickles or files elsewhere. Nothing is loaded."""
-    if not any((folder / name).is_file() for name in (ONE_FILE, INDEX)) and list(folder.glob("*.bin")):
+    has_weights = any((folder / name).is_file() for name in (ONE_FILE, INDEX))
+    if not has_weights and list(folder.glob("*.bin")):
         pickled = "contains pickled .bin weights, which can run code when loaded"
         raise InputError(f"model {str(folder)!r}: {pickled}; {CONVERT}")
     for path in sorted(path for pattern in OPENED for path in folder.glob(pattern)):
@@ -51,8 +52,8 @@ def check_folder(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():
         remedy = "merge it into its base model (peft: merge_and_unload) and save the result"
         raise InputError(f"model {str(folder)!r}: contains an adapter (adapter_config.json); {remedy}")
-    if is_sharded(folder):
-        shards(folder / INDEX)
+    if has_weights:
+        weight_files(folder)
     check_config(folder / "config.json")
 
 
@@ -113,40 +114,28 @@ def read_object(path: Path) -> dict:
     return entries
 
 
-def shards(index: Path) -> list[Path]:
-    """The files that an index names, sorted by name.
-
-    Raises InputError for a file that is missing or is not a safetensors file of this folder, and for a bad index.
-    """
-    weight_map = read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: malformed (no weight_map); {AGAIN}")
-    for name in weight_map.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", name):
-            where = "a shard must be a .safetensors file in the same folder"
-            raise InputError(f"{index}: names {name!r:.60}, but {where}; {AGAIN}")
-    if not weight_map:
-        raise InputError(f"{index}: contains no tensors; {AGAIN}")
-    return existing([index.parent / name for name in sorted(set(weight_map.values()))])
-
-
-def existing(files: list[Path]) -> list[Path]:
-    """The files. Raises InputError for one that is missing or not a regular file."""
-    for file in files:
-        if not file.is_file():
-            remedy = f"give the folder of a complete safetensors checkpoint; if its weights are pickled, {CONVERT}"
-            raise InputError(f"{str(file.parent)!r}: {file.name} is missing; {remedy}")
-    return files
-
-
-def is_sharded(folder: Path) -> bool:
-    """Whether the index decides which files are read: as in transformers, only without the single file."""
-    return not (folder / ONE_FILE).is_file() and (folder / INDEX).is_file()
-
-
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors file of a checkpoint, or the shards that its index names. Raises as `shards` does."""
-    return shards(folder / INDEX) if is_sharded(folder) else existing([folder / ONE_FILE])
+    """The safetensors file of a checkpoint or, as in transformers only without it, the shards that its index names.
+
+    Raises InputError for a file that is missing or not a safetensors file of this folder, and for a malformed index.
+    """
+    names, index = [ONE_FILE], folder / INDEX
+    if not (folder / ONE_FILE).is_file() and index.is_file():
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InputError(f"{index}: malformed (no weight_map); {AGAIN}")
+        if not weight_map:
+            raise InputError(f"{index}: contains no tensors; {AGAIN}")
+        for name in weight_map.values():
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", name):
+                where = "a shard must be a .safetensors file in the same folder"
+                raise InputError(f"{index}: names {name!r:.60}, but {where}; {AGAIN}")
+        names = sorted(set(weight_map.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            remedy = f"give the folder of a complete safetensors checkpoint; if its weights are pickled, {CONVERT}"
+            raise InputError(f"{str(folder)!r}: {name} is missing; {remedy}")
+    return [folder / name for name in names]
 
 
 @dataclass(frozen=True)

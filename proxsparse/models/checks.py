@@ -106,9 +106,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def refuse_not_finite(model: nn.Module) -> None:
     """Raises InputError, which names the tensor, if a weight is NaN or infinite."""
-    parameters = dict(model.named_parameters())
-    with phase("checking the weights", len(parameters), "tensor") as current:
-        for name, parameter in current.count(parameters.items()):
+    with phase("checking the weights", unit="tensor") as current:
+        for name, parameter in current.count([*model.named_parameters()]):
             if not parameter.detach().isfinite().all():
                 raise InputError(f"{name}: has weights that are NaN or infinite; download the model again")
 

@@ -15,20 +15,8 @@ import torch
 from torch import nn
 
 from proxsparse.errors import InputError
+from proxsparse.io import model_files
 from proxsparse.io.atomic import copy_files
-from proxsparse.io.model_files import (
-    AGAIN,
-    CHAT_TEMPLATES,
-    DEQUANTIZED,
-    OPENED,
-    Header,
-    add_tensors,
-    check_config,
-    check_folder,
-    check_weights,
-    headers,
-    weight_files,
-)
 from proxsparse.models.checks import refuse_not_causal
 from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_incomplete, rounding_notes
 from proxsparse.models.unfold_linears import unfold_linears_
@@ -47,7 +35,7 @@ SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input
 class Source:
     """What of the files of a model is not in the model that `load_model` returns."""
 
-    extra: dict[str, Header]  # the tensors that `save_model` writes unchanged
+    extra: dict[str, model_files.Header]  # the tensors that `save_model` writes unchanged
     notes: list[str]  # what the user must be told
     folder: Path | None = None  # the folder of a safetensors checkpoint
     dtypes: dict[str, str] = field(default_factory=dict)  # name in the model -> dtype in the files
@@ -70,13 +58,12 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
 
     config, kept = None, Source({}, [])
     if not gguf_file:
-        kept = examine(Path(source), name)
-        config = read_config(Path(source))
+        kept, config = examine(Path(source), name), read_config(Path(source))
         if not any(any(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
             remedy = "copy those of the pretrained model there"
             raise InputError(f"model {name!r}: no tokenizer.json or other tokenizer files in the folder; {remedy}")
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True, "config": config}
-    dequantized = bool(gguf_file) or (method := quantized_as(config)) in DEQUANTIZED
+    dequantized = bool(gguf_file) or (method := quantized_as(config)) in model_files.DEQUANTIZED
     if dequantized and dtype == "auto":
         dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.bfloat16
     if dequantized and not gguf_file:
@@ -100,7 +87,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
         current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         first = min(map(str, incomplete))
-        raise InputError(f"model {name!r}: {len(incomplete)} tensors are missing, the first is {first}; {AGAIN}")
+        raise InputError(f"model {name!r}: {len(incomplete)} tensors are missing, such as {first}; download it again")
     if dequantized:  # the weights are dense now, and save_pretrained must work
         model.hf_quantizer, model.is_quantized = None, False
         model._weight_conversions = None  # else save_pretrained reverts the conversion of the quantized tensors
@@ -151,7 +138,7 @@ def locate(name: str) -> tuple[str, str | None]:
         return str(path.parent), path.name
     if path.is_dir():
         if (path / "config.json").is_file():
-            check_folder(path)
+            model_files.check_folder(path)
             return str(path), None
         gguf_files = sorted(file.name for file in path.glob("*.gguf"))
         if len(gguf_files) == 1:
@@ -168,12 +155,12 @@ def download(name: str) -> str:
 
     ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
     with one_line(f"cannot load model {name!r}", "check the name (there is no such folder) and the network"):
-        first = ["config.json", CHAT_TEMPLATES]  # the second download ignores folders
+        first = ["config.json", model_files.CHAT_TEMPLATES]  # the second download ignores folders
         config = Path(huggingface_hub.snapshot_download(name, allow_patterns=first)) / "config.json"
         if config.is_file():
-            check_config(config)  # before the weights are downloaded
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=ignored)
-    check_folder(Path(folder))
+            model_files.check_config(config)  # before the weights are downloaded
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=[*model_files.OPENED], ignore_patterns=ignored)
+    model_files.check_folder(Path(folder))
     return folder
 
 
@@ -220,11 +207,11 @@ def examine(folder: Path, name: str) -> Source:
 
     Raises InputError for missing tensors, a wrong shape, and an unmerged adapter; the quantizer checks packed tensors.
     """
-    model, found = skeleton(folder), headers(weight_files(folder))
+    model, found = skeleton(folder), model_files.headers(model_files.weight_files(folder))
     method, kind = quantized_as(model.config), type(model).__name__
     if method is None:
-        check_weights(found, model)
-    elif method not in DEQUANTIZED:
+        model_files.check_weights(found, model)
+    elif method not in model_files.DEQUANTIZED:
         return Source({}, [])
     result = match(found, model)
     extra = {file: found[file] for file in result.extra}
@@ -242,10 +229,8 @@ def examine(folder: Path, name: str) -> Source:
 
 def quantized_as(config) -> str | None:
     """The quant_method in a config, or in that of its text model; None: not quantized."""
-    for part in (config, config.get_text_config()):
-        if entry := getattr(part, "quantization_config", None):
-            return str(entry.get("quant_method"))
-    return None
+    entries = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return next((str(entry.get("quant_method")) for entry in entries if entry), None)
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
@@ -259,13 +244,13 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
             copy_files(source.folder, folder, exclude=("*",), keep=PROCESSOR_FILES)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        if list(folder.glob(CHAT_TEMPLATES)):  # transformers accepts one of the two
+        if list(folder.glob(model_files.CHAT_TEMPLATES)):  # transformers accepts one of the two
             (folder / "chat_template.json").unlink(missing_ok=True)
         if extra := source.extra:
-            add_tensors(folder, extra)
+            model_files.add_tensors(folder, extra)
             unused = f"{len(extra)} tensors that {type(model).__name__} does not use, such as {next(iter(extra))}"
             write_line(f"{unused}, are saved unchanged")
-        check_saved(headers(weight_files(folder)), skeleton(folder), model, extra)
+        check_saved(model_files.headers(model_files.weight_files(folder)), skeleton(folder), model, extra)
 
 
 @contextmanager

@@ -128,9 +128,9 @@ def wrong_dtypes(headers: dict[str, Header], result: Match, model: nn.Module) ->
             dtypes.setdefault(parent, dtypes[name])
     wrong = []
     for name, inside in result.names.items():
-        dtype = dtypes.get(inside) or dtypes.get(inside.rpartition(".")[0])
-        if dtype in DTYPE_NAMES and DTYPE_NAMES[dtype] != headers[name].dtype:
-            wrong.append(f"{name} is {headers[name].dtype}, in the model {DTYPE_NAMES[dtype]}")
+        needed = DTYPE_NAMES.get(dtypes.get(inside) or dtypes.get(inside.rpartition(".")[0]))
+        if needed not in (None, headers[name].dtype):
+            wrong.append(f"{name} is {headers[name].dtype}, in the model {needed}")
     return wrong
 
 
@@ -156,9 +156,9 @@ def gguf_notes(path: Path, model: nn.Module) -> list[str]:
     entries, tensors = read_gguf_metadata(str(path))
     kind, notes = type(model).__name__, []
     unused = unused_tensors(entries["general.architecture"], tensors, model)
-    if lost := [name for name in unused if not name.startswith(ROPE_FACTORS)]:
-        notes.append(f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}")
     scaling = [name for name in unused if name.startswith(ROPE_FACTORS)]
+    if lost := [name for name in unused if name not in scaling]:
+        notes.append(f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}")
     scaling += [key for key, value in entries.items() if key.endswith(".rope.scaling.type") and value != "none"]
     types = {value for key, value in entries_of(model.config.to_dict()) if key == "rope_type"}
     if scaling and types <= {"default"}:
