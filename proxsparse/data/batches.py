@@ -65,7 +65,8 @@ def read_batches(
             elif is_source:
                 first, rest = first_and_rest(data, "train", text_field)
             else:
-                first, rest = list(islice(items, None if isinstance(data, list | tuple) else FIRST_DOCUMENTS)), items
+                limit = None if isinstance(data, list | tuple) else FIRST_DOCUMENTS
+                first, rest = list(islice(items, limit)), items
             batches = calibration_batches(first, tokenizer, num_samples, length, batch_size, packing, seed, rest, store)
             refuse_other_tokens(model, batches.tokens, "the calibration text has token ids")
             return batches
