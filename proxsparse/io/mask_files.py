@@ -78,7 +78,9 @@ def save_masks(
         "format": MASK_FORMAT,
         "pattern": pattern_name(patterns),
         "bitorder": "little",
-        **dict(zip(BASE, (base_model, base_revision, base_weights_sha256), strict=True)),
+        "base_model": base_model,
+        "base_revision": base_revision,
+        "base_weights_sha256": base_weights_sha256,
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
     if metadata["pattern"] == MIXED:

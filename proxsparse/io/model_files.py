@@ -95,7 +95,7 @@ def refuse_quantized(config: dict, name: str) -> None:
 
 def entries_of(config: dict) -> Iterator[tuple[str, object]]:
     """All entries of a JSON object and of the objects in it, keys as text (a loaded config may have integers)."""
-    left = [config]  # a nested function could exceed the limit of recursion
+    left = [config]  # without recursion: the file may be nested deeply
     while left:
         for key, value in left.pop().items():
             if isinstance(value, dict):

