@@ -72,20 +72,17 @@ class Checkpoints:
         tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         group = thread_group(torch.distributed.group.WORLD)  # made here, because all processes must make it
         stream = device and torch.cuda.Stream(device)  # torch waits for that of the thread, not for the training
-
-        def write() -> None:
-            with torch.cuda.stream(stream):  # None: no effect
-                self.write(name, tensors, facts, then, group)
-
-        self.writing.append(WRITER.submit(write))
+        self.writing.append(WRITER.submit(self.write, name, tensors, facts, then, group, stream))
 
     def wait(self) -> None:
         """Waits until the thread has written the checkpoint. Raises its error."""
         if self.writing:
             self.writing.pop().result()
 
-    def write(self, name: str, tensors: dict[str, Tensor], facts: dict, then: Callable, group=None) -> None:
-        """`save`, with the collectives of a process group, without waiting for another checkpoint."""
+    def write(
+        self, name: str, tensors: dict[str, Tensor], facts: dict, then: Callable, group=None, stream=None
+    ) -> None:
+        """`save`, without waiting for another checkpoint; in the thread with a process group and a CUDA stream."""
         import torch.distributed.checkpoint as dcp
 
         scratch = self.folder / f"{SCRATCH}-{name}"
@@ -94,7 +91,7 @@ class Checkpoints:
             if tensors:
                 tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}  # W^T of Conv1D is not
                 writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
-                with plain_errors():
+                with torch.cuda.stream(stream), plain_errors():  # None: no effect
                     dcp.save(tensors, storage_writer=writer, process_group=group)
             on_rank_zero(lambda: finish(scratch, self.folder / name, facts), group)
         except BaseException as error:

@@ -92,8 +92,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
         model.hf_quantizer, model.is_quantized = None, False
         model._weight_conversions = None  # else save_pretrained reverts the conversion of the quantized tensors
         for part in (model.config, model.config.get_text_config()):
-            if hasattr(part, "quantization_config"):
-                del part.quantization_config
+            vars(part).pop("quantization_config", None)
     model.source = kept
     return unfold_linears_(model.eval()), tokenizer
 
