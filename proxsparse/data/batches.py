@@ -19,7 +19,6 @@ FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
     "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two"
 )
-NO_TOKENIZER = "tokenizer=None: texts need the tokenizer of the model; give it"
 
 
 def read_batches(
@@ -43,22 +42,19 @@ def read_batches(
             see `calibration_batches`. Or a list or DataLoader of tokens, int64 [T] or [B, T] each, or of dicts with
             such input_ids and optionally attention_mask and labels; these are used in their order, except those
             without a token to predict.
-        model: limits the length of the samples, and the tokens.
-        tokenizer: needed for texts.
         num_samples: number of samples; of a longer list or DataLoader the first ones are used.
         seq_len: largest number of tokens in a sample; None: `window`, or the model's context length if shorter. Tokens
             and dicts are cut only if it is given.
-        packing, text_field, batch_size, seed: for texts.
+        tokenizer, packing, text_field, batch_size, seed: for texts.
         folder: where many tokens of a source are stored, see `data.tokens`; None: in memory.
     Raises:
         InputError: no sample; the data has another form; tokens that the model does not have; a text without tokenizer.
     """
     data = str(data) if isinstance(data, Path) else data
-    is_source, settings = isinstance(data, str), {"batch_size": batch_size, "packing": packing, "seed": seed}
-    if is_source and tokenizer is None:
-        raise InputError(NO_TOKENIZER)
-    items, are_texts = ((), True) if is_source else read_items(data, tokenizer, text_field)
+    is_source = isinstance(data, str)
+    items, are_texts = read_items([data] if is_source else data, tokenizer, text_field)
     if are_texts:
+        length = on_rank_zero(lambda: fit_window(model, seq_len, window, "seq_len"))
 
         def read() -> Sequence[Batch]:
             large = is_source and folder is not None and num_samples * length > TOKENS_IN_MEMORY
@@ -71,11 +67,10 @@ def read_batches(
             else:
                 limit = None if isinstance(data, list | tuple) else FIRST_DOCUMENTS
                 first, rest = list(islice(items, limit)), items
-            batches = calibration_batches(first, tokenizer, num_samples, length, rest=rest, store=store, **settings)
+            batches = calibration_batches(first, tokenizer, num_samples, length, batch_size, packing, seed, rest, store)
             refuse_other_tokens(model, batches.tokens, "the calibration text has token ids")
             return batches
 
-        length = on_rank_zero(lambda: fit_window(model, seq_len, window, "seq_len"))
         return on_rank_zero(read), length
     batches, count = [], 0
     for item in items:
@@ -90,13 +85,11 @@ def read_batches(
             break
     if not batches:
         raise InputError("data: no sample has a token to predict; give samples of at least 2 tokens")
-    length = max(batch["input_ids"].shape[-1] for batch in batches)
-    if seq_len is None and length > context_length(model):
-        raise InputError(
-            f"data: a sample has {length} tokens, the model's context length is {context_length(model)}; give "
-            "--seq_len, to which samples are cut"
-        )
-    return batches, fit_window(model, length, window, "seq_len")
+    length, limit = max(batch["input_ids"].shape[-1] for batch in batches), context_length(model)
+    if length > limit:
+        cut = f"give --seq_len {limit}, to which samples are cut"
+        raise InputError(f"data: a sample has {length} tokens, the model's context length is {limit}; {cut}")
+    return batches, length
 
 
 def read_tokens(
@@ -114,17 +107,16 @@ def read_tokens(
 
 
 def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bool]:
-    """The items of the data, and whether they are texts. Raises InputError for data that has no items.
+    """The items of the data, and whether they are texts, which are read when they are used.
 
-    Texts are read when they are used.
+    Raises InputError for data that has no items.
     """
     data = [data] if isinstance(data, Mapping) else data  # one batch, such as the output of a tokenizer
     if isinstance(tokenizer, str):
         raise InputError(f"tokenizer={tokenizer!r}: a name; give AutoTokenizer.from_pretrained({tokenizer!r})")
     if hasattr(data, "columns"):
-        raise InputError(
-            f"data: a {type(data).__name__} of columns; give that of the text, such as data[{text_field!r}]"
-        )
+        text = f"data[{text_field!r}]"
+        raise InputError(f"data: a {type(data).__name__} of columns; give that of the text, such as {text}")
     if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
         raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
     items = iter(data)
@@ -137,7 +129,7 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
     if not (isinstance(first, str) or has_text):
         return items, False
     if tokenizer is None:
-        raise InputError(NO_TOKENIZER)
+        raise InputError("tokenizer=None: texts need the tokenizer of the model; give it")
     return (text_of(item, "data", text_field) for item in items), True
 
 
@@ -148,15 +140,14 @@ def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
     fields = item if isinstance(item, Mapping) else {"input_ids": item}
     if "input_ids" not in fields:
         raise InputError(f"data: a dict with {', '.join(map(str, fields)) or 'no entries'}, without input_ids; {FORMS}")
-    found = {name: fields[name] for name in ("input_ids", "attention_mask", "labels") if fields.get(name) is not None}
+    given = {name: fields[name] for name in ("input_ids", "attention_mask", "labels") if fields.get(name) is not None}
     try:
-        found = {name: torch.as_tensor(value) for name, value in found.items()}
-        found = {name: tensor if tensor.numel() else tensor.long() for name, tensor in found.items()}  # [] is float
+        found = {name: torch.as_tensor(value) for name, value in given.items()}
         ids = found["input_ids"]
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # KeyError: it is None
         kind = type(item).__name__
         raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
-    if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.ndim not in (1, 2):
+    if (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool)) or ids.ndim not in (1, 2):  # [] is float
         raise InputError(f"data: input_ids are {ids.dtype} {list(ids.shape)}; they must be integers, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))

@@ -4,7 +4,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -23,10 +23,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(eq=False)
 class TokenBatches(Sequence[Batch]):
-    """Batches of samples in a flat array of tokens; a batch is made when it is read, so that a token takes 4 bytes.
-
-    They have no slices.
-    """
+    """Batches of samples in a flat array of tokens, of 4 bytes each; a batch is made when it is read. No slices."""
 
     ids: np.ndarray | Path  # uint32 [N]; or their file, which is mapped into memory
     bounds: np.ndarray  # int64 [samples + 1]; sample i has the tokens [bounds[i], bounds[i + 1])
@@ -76,7 +73,6 @@ def calibration_batches(
 
     Args:
         num_samples: number of samples; fewer, with a warning, if the texts are too short.
-        batch_size: samples in a batch; the last batch may have fewer.
         rest: more documents, which are read after the others if they are needed. If there may be more than
             `TOKENS_IN_MEMORY` tokens, the samples are shuffled too.
         store: where the tokens are; None: in memory.
@@ -89,12 +85,9 @@ def calibration_batches(
     for name, value, least in (("num_samples", num_samples, 1), ("seq_len", seq_len, 2), ("batch_size", batch_size, 1)):
         if value < least:
             raise InputError(f"{name}={value}: must be at least {least}")
-    order = list(range(len(texts)))
-    random.Random(seed).shuffle(order)
-    first = [texts[index] for index in order if texts[index].strip()]
-    blocks = chain(in_blocks(first), in_blocks(text for text in rest if text.strip()))
-    store = store or TokenStore()
-    tokenize(blocks, tokenizer, num_samples, seq_len, packing, store)
+    first, store = list(texts), store or TokenStore()
+    random.Random(seed).shuffle(first)
+    tokenize(chain(in_blocks(first), in_blocks(rest)), tokenizer, num_samples, seq_len, packing, store)
     ids, bos = store.ids(), added_bos(tokenizer)
     if packing:
         bounds = windows(as_array(ids), num_samples, seq_len, bos)
@@ -103,8 +96,7 @@ def calibration_batches(
     if len(bounds) == 1:
         needed = f"{seq_len} tokens in total; add text or lower seq_len" if packing else "2 tokens; add text"
         raise InputError(f"no sample in the text: a sample needs at least {needed}")
-    samples = len(bounds) - 1
-    if samples < num_samples:
+    if (samples := len(bounds) - 1) < num_samples:
         short = f"the text gives only {samples} samples with seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
     large = num_samples * seq_len > TOKENS_IN_MEMORY  # then most documents are not among the first
@@ -147,18 +139,15 @@ def added_bos(tokenizer) -> int | None:
 def collate(samples: list[list[int]] | list[np.ndarray], padding_id: int) -> Batch:
     """Samples of T_i tokens -> {input_ids, attention_mask, labels}, each int64 [B, max T_i]."""
     tokens = [torch.as_tensor(sample, dtype=torch.int64) for sample in samples]
-    pad = partial(pad_sequence, batch_first=True)
-    return {
-        "input_ids": pad(tokens, padding_value=padding_id),
-        "attention_mask": pad([torch.ones_like(sample) for sample in tokens], padding_value=0),
-        "labels": pad(tokens, padding_value=IGNORED_LABEL),
-    }
+    ids = pad_sequence(tokens, batch_first=True, padding_value=padding_id)
+    mask = pad_sequence([torch.ones_like(sample) for sample in tokens], batch_first=True)
+    return add_labels({"input_ids": ids, "attention_mask": mask})
 
 
 def add_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with labels [B, T]: the given labels, else input_ids with -100 on padding."""
     padding = batch["attention_mask"] == 0
-    return {"labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)} | batch
+    return {**batch, "labels": batch.get("labels", batch["input_ids"].masked_fill(padding, IGNORED_LABEL))}
 
 
 def evaluation_tokens(text: str, tokenizer) -> Tensor:

@@ -76,14 +76,12 @@ def evaluation_text(source: str, split: str | None = None, text_field: str = "te
     """The text that perplexity is measured on, as in the pruning papers, which use the data code of SparseGPT.
 
     "wikitext2": the test rows joined by two newlines. "c4": the first 1,100 validation documents joined by a space.
-    Any other source: the documents of the validation split joined by two newlines. The papers evaluate all windows of
-    WikiText-2 and 256 windows of C4.
-
-    `split` replaces the split of the papers.
+    Any other source: the documents of the validation split joined by two newlines. `split` replaces these splits.
+    The papers evaluate all windows of WikiText-2 and 256 windows of C4.
     """
     limit = None if is_local(source) else FIRST_DOCUMENTS
-    _, documents, separator = PAPERS_TEXTS.get(source, ("validation", limit, "\n\n"))
-    return separator.join(load_texts(source, split or evaluation_split(source), text_field, documents))
+    of_the_papers, documents, separator = PAPERS_TEXTS.get(source, ("validation", limit, "\n\n"))
+    return separator.join(load_texts(source, split or of_the_papers, text_field, documents))
 
 
 def evaluation_split(source: str) -> str:
@@ -109,11 +107,12 @@ def open_source(source: str, split: str) -> Rows:
 
 def check_source(source: str) -> None:
     """Raises InputError if the source looks like a file that does not exist; does not check names on the Hub."""
-    if not is_local(source) and (len(source) > LONGEST_NAME or "\n" in source):
+    if is_local(source):
+        return
+    if len(source) > LONGEST_NAME or "\n" in source:
         raise InputError(f"{source[:40]!r}...: a text, not the name of a source; give a list of texts")
-    path = Path(source.lower())
-    named_like_a_file = suffix_of(path) in FILE_READERS or path.suffix in FOREIGN_SUFFIXES
-    if not is_local(source) and (not source or source.startswith((".", "/", "~")) or named_like_a_file):
+    named_like_a_file = suffix_of(Path(source)) in FILE_READERS or source.lower().endswith(FOREIGN_SUFFIXES)
+    if not source or source.startswith((".", "/", "~")) or named_like_a_file:
         raise InputError(f"{source!r}: no such file; check the path, or use builtin")
 
 
@@ -150,8 +149,8 @@ def text_files(path: Path) -> list[Path]:
         return [path]
     files = sorted(filter(is_text, path.iterdir()))
     if not files:
-        inner = sorted({file.parent for file in path.glob("[!.]*/*") if is_text(file)})
-        remedy = f"give {inner[0]}" if inner else f"add files in one of {', '.join(FILE_READERS)}, except README.md"
+        inner = min((file.parent for file in path.glob("[!.]*/*") if is_text(file)), default=None)
+        remedy = f"give {inner}" if inner else f"add files in one of {', '.join(FILE_READERS)}, except README.md"
         if any((path / name).exists() for name in SAVED):
             remedy = "it is a data set of save_to_disk; write it with to_parquet, or give prune_ the data set itself"
         raise InputError(f"{path}: no text file in this folder; {remedy}")
@@ -161,10 +160,10 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_path(path: Path) -> Rows:
-    """The rows of a file, or of all files with a known suffix in a folder, sorted by name."""
-    known = ", ".join(FILE_READERS)
+    """The rows of `text_files`."""
     for file in text_files(path):
         if suffix_of(file) not in FILE_READERS:
+            known = ", ".join(FILE_READERS)
             raise InputError(f"{file}: unknown format {suffix_of(file)!r}; convert it to one of {known}")
         if file.is_file() and file.stat().st_size == 0:
             raise InputError(f"{file}: the file is empty; choose a file with text")
@@ -181,8 +180,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 number += 1
                 left = within_limit(path, left - len(line))
                 if b"\0" in line:
-                    remedy = "convert the file to UTF-8, or remove them"
-                    raise InputError(f"{path}, line {number}: has NUL characters, as UTF-16 has; {remedy}")
+                    raise InputError(f"{path}, line {number}: has NUL characters, as UTF-16 has; convert it to UTF-8")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
@@ -196,31 +194,28 @@ def unpacked_limit(path: Path) -> int:
 
 
 def within_limit(path: Path, left: int) -> int:
-    """Returns `left`, the bytes that the file may still expand to. Raises InputError if it is negative."""
+    """`left`, the bytes that the file may still expand to. Raises InputError if it is negative."""
     if left < 0:
         raise InputError(f"{path}: expands to over {UNPACKED_RATIO} times its size; decompress it if you trust it")
     return left
-
-
-def parse_json(text: str, path: Path, first_line: int) -> object:
-    """json.loads with an error that names the file and the line; `text` begins at line `first_line`."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers of too many digits, lists nested too deeply
-        line = first_line + getattr(error, "lineno", 1) - 1
-        reason = getattr(error, "msg", error)
-        raise InputError(f"{path}, line {line}: malformed JSON ({reason}); use one list, or a row per line") from error
 
 
 def read_json(path: Path) -> Rows:
     """The rows of a JSON list, or of a file with one row per line."""
     lines = read_lines(path)
     for number, line in lines:
-        if line.lstrip().startswith("["):
-            whole = line + "".join(rest for _, rest in lines)
-            yield from ((f"{path}, row {i}", row) for i, row in enumerate(parse_json(whole, path, number), 1))
-        elif line.strip():
-            yield f"{path}, line {number}", parse_json(line.rstrip(), path, number)
+        is_list = line.lstrip().startswith("[")
+        text = line + "".join(rest for _, rest in lines) if is_list else line.strip()
+        try:
+            found = json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:  # also numbers of too many digits, lists nested too deeply
+            where, reason = number + getattr(error, "lineno", 1) - 1, getattr(error, "msg", error)
+            remedy = "use one list, or a row per line"
+            raise InputError(f"{path}, line {where}: malformed JSON ({reason}); {remedy}") from error
+        if is_list:
+            yield from ((f"{path}, row {i}", row) for i, row in enumerate(found, 1))
+        elif text:
+            yield f"{path}, line {number}", found
 
 
 def read_prose(path: Path) -> Rows:
@@ -293,10 +288,8 @@ def read_hub(name: str, config: str | None, split: str, streaming: bool = True) 
         yield from ((f"{what}, row {i}", row) for i, row in enumerate(rows, 1))
     except Exception as error:  # of many types: HTTP, OS, Arrow, the hub's own
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
-        raise InputError(
-            f"{what}: cannot be loaded from the Hugging Face hub ({reason}); check the name (NAME or NAME:CONFIG), "
-            "the split and the network, or use a local file or builtin"
-        ) from error
+        remedy = "check the name (NAME or NAME:CONFIG), the split and the network, or use a local file or builtin"
+        raise InputError(f"{what}: cannot be loaded from the Hugging Face hub ({reason}); {remedy}") from error
 
 
 def disable_bars() -> None:

@@ -26,42 +26,35 @@ NO_TOKENS_YET = {"blocks": 0, "documents": 0, "tokens": 0}
 
 
 class TokenStore:
-    """Documents of tokens, which are appended in blocks.
+    """Documents of tokens, which are appended in blocks: to the files of a folder, or without one in memory.
 
-    Args:
-        folder: where the files are, which are continued; None: the tokens are in memory.
-        source: JSON value that identifies the text and how it is tokenized.
-    Raises:
-        InputError: the files were written for another text, or are damaged.
+    `source`: JSON value that identifies the text and how it is tokenized. Raises InputError if the files in the folder
+    were written for another text, or are damaged.
     """
 
     def __init__(self, folder: Path | None = None, source: object = None):
-        self.folder, self.source = folder, source
+        self.folder, self.source, self.counts = folder, source, NO_TOKENS_YET
         self.memory = {IDS: array("I"), ENDS: array("q")}  # without a folder
-        self.counts = NO_TOKENS_YET
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-        if folder and (folder / PROGRESS).exists():
-            try:
-                progress = json.loads((folder / PROGRESS).read_bytes())
-                before, self.counts = progress["source"], {name: progress[name] for name in NO_TOKENS_YET}
-                needed = {IDS: 4 * self.counts["tokens"], ENDS: 8 * self.counts["documents"]}
-                whole = all((folder / name).stat().st_size >= size for name, size in needed.items())
-            except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-                whole = False
-            if not whole:
-                raise InputError(f"{folder}: damaged; delete it")
-            if before != source:
-                raise InputError(
-                    f"{folder}: the calibration text, or the modification time of its files, has changed since the "
-                    "run was stopped; delete this folder if the text is the same, else write to another directory"
-                )
+        if folder is None or not (folder / PROGRESS).exists():
+            return
+        try:
+            progress = json.loads((folder / PROGRESS).read_bytes())
+            before, self.counts = progress["source"], {name: progress[name] for name in NO_TOKENS_YET}
+            for name, size in ((IDS, 4 * self.counts["tokens"]), (ENDS, 8 * self.counts["documents"])):
+                if (folder / name).stat().st_size < size:
+                    raise ValueError(f"{name} is cut")
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InputError(f"{folder}: damaged; delete it") from error
+        if before != source:
+            raise InputError(
+                f"{folder}: the calibration text, or the modification time of its files, has changed since the run was "
+                "stopped; delete this folder if the text is the same, else write to another directory"
+            )
 
     def append(self, ids: array, ends: array) -> None:
         """Adds a block of documents: their tokens, and where each ends in the tokens of all blocks."""
-        before = self.counts
-        after = (before["blocks"] + 1, before["documents"] + len(ends), before["tokens"] + len(ids))
-        self.counts = dict(zip(NO_TOKENS_YET, after, strict=True))
+        before, added = self.counts, {"blocks": 1, "documents": len(ends), "tokens": len(ids)}
+        self.counts = {name: before[name] + count for name, count in added.items()}
         if self.folder is None:
             self.memory[IDS].extend(ids)
             self.memory[ENDS].extend(ends)
@@ -100,13 +93,12 @@ def tokenize(
 ) -> None:
     """Appends tokens to the store until it has `num_samples` samples, or the documents end.
 
-    Documents of fewer than 2 tokens are left out. A sample is a document truncated to `seq_len` tokens; with `packing`
-    it is `seq_len` tokens of the documents, each of which then ends with eos.
-
-    Args:
-        blocks: the documents; the blocks that the store has are skipped.
+    `blocks`: the documents; blocks that the store has are skipped, and so are documents of fewer than 2 tokens. A
+    sample is a document truncated to `seq_len` tokens; with `packing` it is `seq_len` tokens of the documents, each of
+    which then ends with eos.
     """
     if store.folder:
+        store.folder.mkdir(parents=True, exist_ok=True)
         left = num_samples * seq_len - store.counts["tokens"]
         require_space(store.folder, left * array("I").itemsize, "the calibration tokens need")
     longest = num_samples * seq_len + 1 if packing else seq_len
@@ -146,8 +138,8 @@ def tokens_of(texts: list[str], tokenizer, longest: int, at_once: int, with_eos:
 
 
 def in_blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """The texts in lists of `BLOCK`, which are read when they are used."""
-    texts = iter(texts)
+    """The texts that are not blank, in lists of `BLOCK`, which are read when they are used."""
+    texts = filter(str.strip, texts)
     while block := list(islice(texts, BLOCK)):
         yield block
 
@@ -162,8 +154,5 @@ def windows(ids: np.ndarray, num_samples: int, seq_len: int, bos: int | None) ->
         return np.arange(min(num_samples, len(ids) // seq_len) + 1) * seq_len
     bounds = [0]
     while len(bounds) <= num_samples and bounds[-1] < len(ids):
-        end = bounds[-1] + seq_len - (ids[bounds[-1]] != bos)
-        if end > len(ids):
-            break
-        bounds.append(int(end))
-    return np.array(bounds)
+        bounds.append(bounds[-1] + seq_len - int(ids[bounds[-1]] != bos))
+    return np.array(bounds if bounds[-1] <= len(ids) else bounds[:-1])

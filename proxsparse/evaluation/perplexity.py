@@ -44,12 +44,12 @@ def window_bos(model: nn.Module, tokenizer, asked: str | None = None, flag: str 
         "each" and the token that `perplexity` puts before each window; "first" and None, as the tokenizer puts it
         at the start of the text; "none" and None if the tokenizer adds no bos.
     """
-    added = added_bos(tokenizer)
-    if asked == "each" and tokenizer.bos_token_id is None:
+    added, token = added_bos(tokenizer), getattr(tokenizer, "bos_token_id", None)
+    if asked == "each" and token is None:
         raise InputError(f"--{flag} each: the tokenizer has no bos token; leave --{flag} out")
     gemma = str(getattr(model.config, "model_type", "")).startswith("gemma")
     if asked == "each" or (asked is None and gemma and added is not None):
-        return "each", tokenizer.bos_token_id
+        return "each", token
     return "none" if added is None else "first", None
 
 
@@ -75,7 +75,6 @@ def perplexity(
         max_windows: largest number of windows; -1 or None: all.
         bos: as `asked` in `window_bos`. Before each window: the window has L-1 tokens of the text.
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
-        title: title of the progress bar.
     Raises:
         InputError: a token that the model does not have; seq_len is below 2, or above the model's context length or
             the text; as `window_bos`.
@@ -84,7 +83,7 @@ def perplexity(
     seq_len = fit_window(model, seq_len, WINDOW, "seq_len", len(tokens))
     if seq_len < 2:
         raise InputError(f"seq_len={seq_len}: must be at least 2, because the first token of a window is not predicted")
-    where, token = ("none", None) if tokenizer is None else window_bos(model, tokenizer, bos)
+    where, token = window_bos(model, tokenizer, bos)
     if token is not None and tokens[:1].tolist() == [token]:
         tokens = tokens[1:]
     step = seq_len - (token is not None)  # tokens of the text in a window

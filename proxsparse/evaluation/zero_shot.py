@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from proxsparse.data.sources import disable_bars
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, require
 from proxsparse.runtime.progress import importing, phase
 
 INSTALL = "pip install 'lm-eval[hf]'"
@@ -80,7 +80,10 @@ def zero_shot(
         mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None),
     ):
         loaded = load_tasks(task_settings(task, data_dir))
-        lm = language_model(model, tokenizer, batch_size, autocast_dtype)
+        more = {"batch_size": batch_size, "softmax_dtype": torch.float32, "mixed_precision_dtype": autocast_dtype}
+        # it warns about every model that is not given by name
+        with mock.patch.object(logging.getLogger("lm_eval.models.huggingface"), "disabled", True):
+            lm = lm_eval.models.huggingface.HFLM(model, backend="causal", tokenizer=tokenizer, **more)
         # One call for mc1 and mc2: the requests that they share run only once.
         results = simple_evaluate(
             model=lm,
@@ -103,10 +106,7 @@ def average(scores_by_task: dict[str, dict]) -> float:
 
 
 def check_request(
-    tasks: list[str],
-    data_dir: Path | str | None = None,
-    limit: int | None = None,
-    batch_size: int = 1,
+    tasks: list[str], data_dir: Path | str | None = None, limit: int | None = None, batch_size: int = 1
 ) -> list[str]:
     """The tasks in the paper's order, without repetition; "all" is all seven.
 
@@ -117,8 +117,8 @@ def check_request(
             raise InputError(f"task {name!r}: unknown; choose from {', '.join(TASKS)}, or all")
     names = [name for name in TASKS if name in tasks or "all" in tasks]
     for name, value in (("limit", limit), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise InputError(f"--{name} {value}: must be at least 1")
+        if value is not None:
+            require(name, value, value >= 1, "at least 1")
     require_lm_eval()
     for name in names if data_dir is not None else ():
         task_file(name, Path(data_dir))
@@ -142,7 +142,7 @@ def task_settings(name: str, folder: Path | str | None) -> list[dict]:
     local = {}
     if folder is not None:
         split = TASKS[name].file.rpartition("_")[2]
-        local = {f"{other}_split": None for other in ("training", "validation", "test") if other != split}
+        local = dict.fromkeys({"training_split", "validation_split", "test_split"} - {f"{split}_split"})
         files = {"data_files": {split: str(task_file(name, Path(folder)).resolve())}}
         local |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
     return [{"task": lm_eval_name, **local} for lm_eval_name in TASKS[name].lm_eval]
@@ -151,13 +151,10 @@ def task_settings(name: str, folder: Path | str | None) -> list[dict]:
 def task_file(name: str, folder: Path) -> Path:
     """The file of the task. Raises InputError if there is none."""
     expected = [folder / f"{TASKS[name].file}{suffix}" for suffix in (".jsonl.gz", ".jsonl")]
-    path = next((path for path in expected if path.is_file()), None)
-    if path is None:
-        what = f"no file {expected[0].name} (or .jsonl)" if folder.is_dir() else "no such folder"
-        raise InputError(
-            f"--data_dir {str(folder)!r}: {what} for task {name}; add it, or leave out the task or the flag"
-        )
-    return path
+    if found := [path for path in expected if path.is_file()]:
+        return found[0]
+    what = f"no file {expected[0].name} (or .jsonl)" if folder.is_dir() else "no such folder"
+    raise InputError(f"--data_dir {str(folder)!r}: {what} for task {name}; add it, or leave out the task or the flag")
 
 
 @functools.cache
@@ -176,36 +173,17 @@ def load_tasks(specifications: list[dict]) -> list:
     except Exception as error:  # of many types: the hub's clients, Arrow, lm-eval's templates
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         where = specifications[0].get("dataset_kwargs", {}).get("data_files", "the Hugging Face hub")
-        raise InputError(
-            f"task {specifications[0]['task']}: its data cannot be loaded from {where} ({reason}); check the data, or "
-            "give local files with --data_dir"
-        ) from error
-
-
-def language_model(model: nn.Module, tokenizer, batch_size: int, autocast_dtype: torch.dtype | None):
-    """The model wrapped for lm-eval; log-probabilities are computed in fp32."""
-    from lm_eval.models.huggingface import HFLM
-
-    # it warns about every model that is not given by name
-    with mock.patch.object(logging.getLogger("lm_eval.models.huggingface"), "disabled", True):
-        return HFLM(
-            pretrained=model,
-            backend="causal",
-            tokenizer=tokenizer,
-            batch_size=batch_size,
-            softmax_dtype=torch.float32,
-            mixed_precision_dtype=autocast_dtype,
-        )
+        what = f"task {specifications[0]['task']}: its data cannot be loaded from {where} ({reason})"
+        raise InputError(f"{what}; check the data, or give local files with --data_dir") from error
 
 
 def scores(task: Task, results: dict) -> dict[str, float | int | None]:
     """The scores of one task of the paper as `zero_shot` returns them, from lm-eval's results."""
     documents = {"documents": results["n-samples"][task.lm_eval[0]]["effective"]}
-    if len(task.lm_eval) == 1:
-        found = results["results"][task.lm_eval[0]]
-        return metric("acc", found) | (metric("acc_norm", found) if "acc_norm,none" in found else {}) | documents
-    first, second = (results["results"][name] for name in task.lm_eval)
-    mc1, mc2 = metric("acc", first, "mc1"), metric("acc", second, "mc2")
+    first, *second = (results["results"][name] for name in task.lm_eval)
+    if not second:
+        return metric("acc", first) | (metric("acc_norm", first) if "acc_norm,none" in first else {}) | documents
+    mc1, mc2 = metric("acc", first, "mc1"), metric("acc", *second, "mc2")
     return {"acc": (mc1["mc1"] + mc2["mc2"]) / 2} | mc1 | mc2 | documents
 
 

@@ -16,12 +16,10 @@ SCRATCH = ".incomplete"  # name prefix of files that are being written; only a k
 
 
 def copy_files(source: Path, target: Path, exclude: Iterable[str], keep: Iterable[str] = ()) -> None:
-    """Copies the files and chat templates of a folder, except hidden ones.
+    """Copies the files and chat templates of a folder; not hidden ones, nor those that match `exclude` but not `keep`.
 
-    Files that match a pattern in `exclude` and none in `keep` are left out.
-
-    A link that points outside the folder is skipped with a message: an untrusted folder must not decide which files of
-    this machine are copied. Links into the blobs of the surrounding Hugging Face cache are followed.
+    A link that points outside the folder, see `is_inside`, is skipped with a message: an untrusted folder must not
+    decide which files of this machine are copied.
     """
     for path in sorted([*source.iterdir(), *source.glob(CHAT_TEMPLATES)]):
         wanted = any(map(path.match, keep)) or not any(map(path.match, exclude))
@@ -39,18 +37,16 @@ def require_space(path: Path, needed_bytes: int, what: str = "the result needs")
     """Raises InputError if the disk has less than `needed_bytes` free."""
     free = shutil.disk_usage(path).free
     if free < needed_bytes:
-        raise InputError(
-            f"the disk of --output_dir {str(path)!r} has {free / 2**20:.0f} MiB free, but {what} about "
-            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
-        )
+        short = f"has {free / 2**20:.0f} MiB free, but {what} about {needed_bytes / 2**20:.0f} MiB"
+        remedy = "free some space or choose another --output_dir"
+        raise InputError(f"the disk of --output_dir {str(path)!r} {short}; {remedy}")
 
 
 @contextmanager
 def atomic_directory(folder: Path):
     """Yields a scratch folder inside `folder`. On success its files are synced and moved to `folder`; on error removed.
 
-    The weights are moved last: a reader that finds weights finds the other files too. New files get the permissions of
-    the umask.
+    The weights are moved last: a reader that finds weights finds the other files too.
     """
     scratch = folder / SCRATCH
     shutil.rmtree(scratch, ignore_errors=True)
@@ -59,7 +55,7 @@ def atomic_directory(folder: Path):
         yield scratch
         for path in scratch.rglob("*"):
             sync(path)
-        mode = scratch.stat().st_mode & 0o666  # of a new file; safetensors writes files that only their owner can read
+        mode = scratch.stat().st_mode & 0o666  # of the umask; safetensors writes files that only their owner can read
         for entry in sorted(scratch.iterdir(), key=lambda entry: (entry.suffix == ".safetensors", entry.name)):
             target = folder / entry.name
             if entry.is_file():
@@ -82,13 +78,13 @@ def remove_folder(folder: Path) -> None:
 def atomic_write(path: Path):
     """Yields a temporary path in the same folder. On success the file is synced and renamed, on error removed.
 
-    A reader never sees a partial file, even after a kill or a power failure. Two processes may write the same file at
-    the same time, such as a run and `proxsparse report`: each has its own temporary file.
+    A reader never sees a partial file, even after a power failure. Two processes, as of a run and a report, may
+    write the same file at the same time.
     """
     temporary = path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")
     try:
         temporary.touch()
-        mode = temporary.stat().st_mode & 0o777  # safetensors writes files that only their owner can read
+        mode = temporary.stat().st_mode & 0o777  # as in `atomic_directory`
         yield temporary
         temporary.chmod(mode)
         sync(temporary)

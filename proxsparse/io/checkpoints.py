@@ -58,13 +58,12 @@ class Checkpoints:
 
         Args:
             then: called on rank zero when the checkpoint is complete.
-            in_thread: copies the tensors to the host and lets a thread write them, so that the caller may change them;
-                it is complete after `wait`, and its error is raised there, or by the next `save`.
+            in_thread: a thread writes a copy of the tensors, which the caller may change; `wait`, or the next `save`,
+                waits for it and raises its error.
         Raises:
             OSError: it could not be written; the other checkpoints are unchanged.
         """
         self.wait()
-        ignore_single_process()
         facts = json.loads(json.dumps({"identity": self.identity, **facts}))
         if not in_thread:
             self.write(name, tensors, facts, then)
@@ -73,20 +72,17 @@ class Checkpoints:
         tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         group = thread_group(torch.distributed.group.WORLD)  # made here, because all processes must make it
         stream = device and torch.cuda.Stream(device)  # torch waits for that of the thread, not for the training
-
-        def write() -> None:
-            with torch.cuda.stream(stream):  # None: no effect
-                self.write(name, tensors, facts, then, group)
-
-        self.writing.append(WRITER.submit(write))
+        self.writing.append(WRITER.submit(self.write, name, tensors, facts, then, group, stream))
 
     def wait(self) -> None:
         """Waits until the thread has written the checkpoint. Raises its error."""
         if self.writing:
             self.writing.pop().result()
 
-    def write(self, name: str, tensors: dict[str, Tensor], facts: dict, then: Callable, group=None) -> None:
-        """`save`, with the collectives of a process group, without waiting for another checkpoint."""
+    def write(
+        self, name: str, tensors: dict[str, Tensor], facts: dict, then: Callable, group=None, stream=None
+    ) -> None:
+        """`save`, without waiting for another checkpoint; in the thread with a process group and a CUDA stream."""
         import torch.distributed.checkpoint as dcp
 
         scratch = self.folder / f"{SCRATCH}-{name}"
@@ -95,7 +91,7 @@ class Checkpoints:
             if tensors:
                 tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}  # W^T of Conv1D is not
                 writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
-                with causes_raised():
+                with torch.cuda.stream(stream), plain_errors():  # None: no effect
                     dcp.save(tensors, storage_writer=writer, process_group=group)
             on_rank_zero(lambda: finish(scratch, self.folder / name, facts), group)
         except BaseException as error:
@@ -108,11 +104,7 @@ class Checkpoints:
         on_rank_zero(then, group)
 
     def facts(self, name: str) -> dict | None:
-        """The JSON values of a checkpoint, after its files have been verified; None if there is no such checkpoint.
-
-        Raises:
-            InputError: it is damaged, or its identity differs from that of this run.
-        """
+        """The JSON values of a checkpoint, which is `verified`; None if there is no such checkpoint."""
         path = self.folder / name
         return on_rank_zero(lambda: verified(path, self.identity) if path.is_dir() else None)
 
@@ -121,39 +113,30 @@ class Checkpoints:
     ) -> dict[str, Tensor]:
         """Reads tensors, or the rows of this process, after `facts` has verified them. All processes must call it.
 
-        Args:
-            into: name -> tensor that is filled in place.
-            prefixes: tensors whose names begin with one of these are created on the CPU.
-        Returns:
-            name -> tensor, of `into` and `prefixes`.
-        Raises:
-            InputError: a tensor is missing, or has another shape or dtype than in `into`.
+        Fills the tensors of `into` in place, and creates those whose names begin with one of `prefixes` on the CPU;
+        returns both. Raises InputError if one of `into` is missing, or has another shape or dtype.
         """
         import torch.distributed.checkpoint as dcp
 
-        ignore_single_process()
         path, tensors = self.folder / name, dict(into or {})
         if not any(path.glob("*.safetensors")):
             return tensors
         saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         for key, tensor in tensors.items():
             held = (found := saved.get(key)) and (list(found.size), found.properties.dtype)
-            if held != (list(tensor.shape), tensor.dtype):
-                raise InputError(
-                    f"{path}: {key} is {held or 'missing'}, expected {list(tensor.shape)} {tensor.dtype}; the "
-                    "checkpoint belongs to another model or version"
-                )
+            if held != (needed := (list(tensor.shape), tensor.dtype)):
+                remedy = "the checkpoint belongs to another model or version; delete it"
+                raise InputError(f"{path}: {key} is {held or 'missing'}, expected {needed}; {remedy}")
         for key, found in saved.items():
             if key not in tensors and key.startswith(prefixes):
                 tensors[key] = torch.empty(found.size, dtype=found.properties.dtype)
-        with causes_raised():
+        with plain_errors():
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
         return tensors
 
     def steps(self) -> list[str]:
         """The names of the checkpoints of training steps, in the order of the steps."""
-        found = [path.name for path in self.folder.glob("step-*") if STEP.fullmatch(path.name)]
-        return sorted(found, key=step_of)
+        return sorted(filter(STEP.fullmatch, saved_names(self.run_dir)), key=step_of)
 
     def newest_step(self) -> tuple[str, dict] | None:
         """The name and the facts of the checkpoint of the last training step; None if there is none."""
@@ -164,11 +147,6 @@ class Checkpoints:
         """Removes checkpoints."""
         for name in names:
             remove_folder(self.folder / name)
-
-
-def ignore_single_process() -> None:
-    """Suppresses the warning of torch.distributed.checkpoint about a single process, for good: a thread may write."""
-    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
 
 
 def step_of(name: str) -> int:
@@ -217,25 +195,19 @@ def verified(path: Path, identity: dict) -> dict:
     """The content of facts.json. Raises InputError unless a run of this identity wrote all files as they are now."""
     try:
         facts = json.loads((path / FACTS).read_bytes())
-        found, expected, _ = digests(path), facts["files"], facts["identity"].keys()
-        changed = [name for name in {*found, *expected} if found.get(name) != expected.get(name)]
+        before, changed = dict(facts["identity"]), dict(digests(path).items() ^ facts["files"].items())
+        if changed:
+            raise ValueError(f"{min(changed)} has changed")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(f"{path}: damaged ({describe_error(error)}); {DELETE}") from error
-    if changed:
-        raise InputError(f"{path}: damaged ({min(changed)} has changed); {DELETE}")
+        remedy = "delete this directory, and the run resumes from the other checkpoints"
+        raise InputError(f"{path}: damaged ({describe_error(error)}); {remedy}") from error
     for key, now in identity.items():
-        before = facts["identity"].get(key)
-        if before != now and key == "digest":
-            raise InputError(
-                f"{path}: the model or the calibration text has changed since the run was stopped; give the same, or "
-                "write to another directory"
-            )
-        if before != now:
-            raise InputError(f"{path}: its run has {key} {before} (now {now}); give the same, or delete {path.parent}")
+        what = f"its run has {key} {before.get(key)} (now {now})"
+        if key == "digest":
+            what = "the model or the calibration text has changed since the run was stopped"
+        if before.get(key) != now:
+            raise InputError(f"{path}: {what}; give the same, or delete {path.parent}")
     return facts
-
-
-DELETE = "delete this directory, and the run resumes from the other checkpoints"
 
 
 def digest_of(model: nn.Module, samples: Iterable[np.ndarray]) -> str:
@@ -261,13 +233,15 @@ def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 @contextmanager
-def causes_raised() -> Iterator[None]:
+def plain_errors() -> Iterator[None]:
     """Within the block, raises the first error inside a CheckpointException, which collects those of all processes.
 
     That class is not an Exception, and also holds a KeyboardInterrupt.
     """
     from torch.distributed.checkpoint import CheckpointException
 
+    # for good, because a thread may write
+    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
     try:
         yield
     except CheckpointException as error:

@@ -1,6 +1,5 @@
 """A lock on a file that the operating system releases when the process dies."""
 
-import errno
 import fcntl
 import os
 import socket
@@ -11,9 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from proxsparse.errors import InputError
-
-# Error numbers of flock on a file system without locks.
-LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextmanager
@@ -27,10 +23,8 @@ def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
     except OSError as error:
         if file is not None:
             raise
-        raise InputError(
-            f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); fix the permissions or choose another "
-            "directory"
-        ) from error
+        remedy = "fix the permissions or choose another directory"
+        raise InputError(f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); {remedy}") from error
     finally:
         if file is not None:
             with suppress(OSError):
@@ -44,30 +38,20 @@ def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
 def acquire(path: Path) -> int:
     """Creates and locks the file `path` until its descriptor is closed or the process ends; returns the descriptor.
 
-    The process id, host and time are written to the file: the error message of other processes names them. A file
-    system without locks gives a warning.
-
-    Raises:
-        InputError: another process holds the lock.
-        OSError: the file cannot be written.
+    The file names this process for the InputError that others get. A file system without locks gives a warning.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in LOCKLESS:
-                holder = os.read(file, 1000).decode(errors="replace").strip()
-                os.close(file)
-                raise InputError(
-                    f"another run ({holder or 'just started'}) writes to {str(path.parent)!r}; wait for it, stop it, "
-                    "or choose another --output_dir"
-                ) from None
-            print(
-                f"WARNING: the file system of {str(path.parent)!r} has no file locks: make sure that no other run "
-                "writes to it",
-                file=sys.stderr,
-            )
+        except (BlockingIOError, PermissionError):
+            holder = os.read(file, 1000).decode(errors="replace").strip() or "just started"
+            os.close(file)
+            remedy = "wait for it, stop it, or choose another --output_dir"
+            raise InputError(f"another run ({holder}) writes to {str(path.parent)!r}; {remedy}") from None
+        except OSError:
+            where = f"the file system of {str(path.parent)!r}"
+            print(f"WARNING: {where} has no file locks: make sure that no other run writes to it", file=sys.stderr)
             return file
         with suppress(FileNotFoundError):  # the previous holder may have removed the file that was just locked
             if os.path.samestat(os.fstat(file), path.stat()):

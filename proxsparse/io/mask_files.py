@@ -23,7 +23,13 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor, columns: int) -> Tensor:
-    """The inverse of `pack_mask`."""
+    """The inverse of `pack_mask`. Raises ValueError unless `packed` is uint8 [rows, ceil(columns / 8)].
+
+    They may be untrusted, so this is checked first: `columns` decides how much memory is allocated.
+    """
+    whole = type(columns) is int and columns > 0
+    if not whole or packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != -(-columns // 8):
+        raise ValueError(f"{packed.dtype} {list(packed.shape)} is not a uint8 mask of in_features {columns!r:.40}")
     bits = np.unpackbits(packed.cpu().numpy(), axis=-1, bitorder="little", count=columns)
     return torch.from_numpy(bits.astype(bool))
 
@@ -40,12 +46,11 @@ def save_masks(
 
     Per layer `<module name>`: uint8 [out_features, ceil(in_features / 8)], numpy.packbits(mask, axis=-1,
     bitorder="little"). Metadata: format, pattern, bitorder, what is known of the pretrained model, and in_features of
-    every layer as JSON.
+    every layer as JSON. If the patterns differ: pattern "mixed", and `patterns` of every layer as JSON.
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
-        pattern: one for all layers, or layer name -> pattern; None: found from the zeros of each mask. If they differ,
-            the metadata has pattern "mixed", and `patterns` with the pattern of every layer as JSON.
+        pattern: one for all layers, or layer name -> pattern; None: found from the zeros of each mask.
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
     Raises:
@@ -59,17 +64,16 @@ def save_masks(
         raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
     if Path(path).is_dir():
         raise InputError(f"{path}: a directory; give the name of a file in it")
+    given, patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern), {}
     for name, mask in masks.items():
         check_mask(name, mask)
-    if pattern is None:
-        pattern = {name: clear_pattern(block_counts(mask), mask.shape[-1]) for name, mask in masks.items()}
-    one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern)
-    for name in masks:
-        if one_each.get(name) is None:
-            raise InputError(
-                f"masks: the pattern of layer {name} is not given, nor clear from its zeros; give pattern="
-            )
-    patterns = {name: str(NMPattern.parse(one_each[name])) for name in masks}
+        found = clear_pattern(block_counts(mask), mask.shape[-1]) if pattern is None else given.get(name)
+        if found is None:
+            unknown = f"the pattern of layer {name} is not given, nor clear from its zeros"
+            raise InputError(f"masks: {unknown}; give pattern=")
+        if not (found := NMPattern.parse(found)).is_mask(mask):
+            raise InputError(f"masks: layer {name} does not keep {found} in all blocks; give its pattern")
+        patterns[name] = str(found)
     metadata = {
         "format": MASK_FORMAT,
         "pattern": pattern_name(patterns),
@@ -81,9 +85,6 @@ def save_masks(
     }
     if metadata["pattern"] == MIXED:
         metadata["patterns"] = json.dumps(patterns)
-    for name, mask in masks.items():
-        if not NMPattern.parse(patterns[name]).is_mask(mask):
-            raise InputError(f"masks: layer {name} does not keep {patterns[name]} in all blocks; give its pattern")
     with atomic_write(Path(path)) as temporary:
         save_file({name: pack_mask(mask) for name, mask in masks.items()}, temporary, metadata)
 
@@ -106,8 +107,7 @@ def masks_sha256(masks: dict[str, Tensor]) -> str:
 def load_masks(path: Path | str) -> dict[str, Tensor]:
     """Reads masks.safetensors and checks every block: layer name -> bool [out_features, in_features], True = kept.
 
-    Raises:
-        InputError: as `read_masks`.
+    Raises InputError as `read_masks`.
     """
     return read_masks(path)[0]
 
@@ -115,50 +115,38 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
 def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern], dict[str, str]]:
     """The masks as in `load_masks`, layer name -> pattern, and the metadata of the file.
 
-    Raises:
-        InputError: the file is missing or malformed, or a mask does not keep exactly n of every m weights.
+    Raises InputError if the file is missing or malformed, or a mask does not keep exactly n of every m weights.
     """
     from safetensors import SafetensorError, safe_open
 
-    if Path(path).is_dir():
-        raise InputError(f"mask file {str(path)!r}: it is a directory; give the masks.safetensors in it")
+    if not Path(path).is_file():
+        what = (
+            "a directory; give the masks.safetensors in it" if Path(path).is_dir() else "no such file; check the path"
+        )
+        raise InputError(f"mask file {str(path)!r}: {what}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             packed = {name: file.get_tensor(name) for name in list(file.keys())}
-    except FileNotFoundError as error:
-        raise InputError(f"mask file {str(path)!r}: no such file; check the path") from error
-    except SafetensorError as error:
-        raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
-    if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
-        raise InputError(
-            f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r}); give a masks.safetensors file"
-        )
-    try:
+        if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
+            raise ValueError(f"not a mask file of proxsparse: its format is {metadata.get('format')!r}")
         columns = json.loads(metadata["in_features"])
         mixed = metadata["pattern"] == MIXED
         named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
         patterns = {name: NMPattern.parse(named[name]) for name in packed}
-        masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
+        masks = {name: unpack_mask(tensor, columns[name]) for name, tensor in packed.items()}
         for name, mask in masks.items():
-            patterns[name].check_blocks(mask.shape, name)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+            if not patterns[name].is_mask(mask):
+                raise ValueError(f"layer {name} does not keep {patterns[name]} in all blocks")
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
-    for name, mask in masks.items():
-        if not patterns[name].is_mask(mask):
-            raise InputError(
-                f"mask file {str(path)!r}: layer {name} does not keep {patterns[name]} in all blocks; remake it"
-            )
     return masks, patterns, metadata
 
 
 def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, str]]:
-    """The patterns and the base model that the masks.safetensors in a folder records; ({}, {}) if there is no file.
+    """What the masks.safetensors in a folder records: layer name -> pattern; the entries of `base_identity`.
 
-    Returns:
-        Layer name -> pattern; the entries of `models.loading.base_identity`.
-    Raises:
-        InputError: as `load_masks`.
+    ({}, {}) if there is no file. Raises InputError as `read_masks`.
     """
     path = Path(folder) / MASKS
     if not path.is_file():
@@ -179,30 +167,13 @@ def is_mask_file(path: Path) -> bool:
 
 
 def refuse_other_base(recorded: dict[str, str], base: dict[str, str], masks: str) -> None:
-    """Raises InputError if masks belong to another model than `base` (see `base_identity`).
+    """Raises InputError, which begins with `masks`, if masks belong to another model than `base` (`base_identity`).
 
-    Compares the digests of all weights; masks without a digest are compared by name.
-
-    Args:
-        recorded: the metadata of the file of masks.
-        masks: the flag and the file, for the error.
+    Compares the digests of all weights; masks without a digest are compared by name. `recorded`: their metadata.
     """
     key = "base_weights_sha256" if recorded.get("base_weights_sha256") else "base_model"
     if recorded.get(key) != base[key]:
         revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
-        raise InputError(
-            f"{masks}: these masks belong to {recorded.get('base_model')!r}{revision}, whose weights differ from "
-            f"those of {base['base_model']!r}; give the masks of this model, or add --allow_other_base"
-        )
-
-
-def unpack_checked(packed: Tensor, columns: object) -> Tensor:
-    """`unpack_mask` of an untrusted tensor, checked first because `columns` decides how much memory is allocated.
-
-    Raises:
-        ValueError: the tensor is not uint8 [out_features, ceil(columns / 8)].
-    """
-    whole = isinstance(columns, int) and not isinstance(columns, bool) and columns > 0
-    if not whole or packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != -(-columns // 8):
-        raise ValueError(f"{packed.dtype} {list(packed.shape)} is not a uint8 mask of in_features {columns!r:.40}")
-    return unpack_mask(packed, columns)
+        owner = f"{recorded.get('base_model')!r}{revision}, whose weights differ from those of {base['base_model']!r}"
+        remedy = "give the masks of this model, or add --allow_other_base"
+        raise InputError(f"{masks}: these masks belong to {owner}; {remedy}")

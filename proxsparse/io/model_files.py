@@ -33,6 +33,8 @@ DEQUANTIZED = ("fp8", "mxfp4")  # quantized checkpoints that are converted to de
 # transformers raises an error that contains it; `integrations.transformers_quantizer` removes it.
 WEIGHTS_NAME = "transformers_weights"
 PACKED = "this checkpoint is packed"  # how the entry begins in all versions
+AGAIN = "download the checkpoint again"
+CONVERT = "convert them with save_pretrained(folder, safe_serialization=True) in an isolated environment"
 # proxsparse is not on PyPI.
 FROM_CLONE = "in a clone of the repository of proxsparse run: pip install {} --no-build-isolation"
 INSTALL = f"{PACKED}: {FROM_CLONE.format('.')} (or import proxsparse first, if it is installed)"
@@ -40,35 +42,19 @@ INSTALL = f"{PACKED}: {FROM_CLONE.format('.')} (or import proxsparse first, if i
 
 def check_folder(folder: Path) -> None:
     """Raises InputError if files of the folder name code, pickles or files elsewhere. Nothing is loaded."""
-    refuse_pickles(folder)
-    refuse_links(folder)
+    has_weights = any((folder / name).is_file() for name in (ONE_FILE, INDEX))
+    if not has_weights and list(folder.glob("*.bin")):
+        pickled = "contains pickled .bin weights, which can run code when loaded"
+        raise InputError(f"model {str(folder)!r}: {pickled}; {CONVERT}")
+    for path in sorted(path for pattern in OPENED for path in folder.glob(pattern)):
+        if not is_inside(path, folder):
+            raise InputError(f"{path}: is a link to a file outside its folder; if you trust it, put the file there")
     if (folder / "adapter_config.json").exists():
-        raise InputError(
-            f"model {str(folder)!r}: contains an adapter (adapter_config.json); merge it into its base model (peft: "
-            "merge_and_unload) and save the result"
-        )
-    if is_sharded(folder):
-        shards(folder / INDEX)
+        remedy = "merge it into its base model (peft: merge_and_unload) and save the result"
+        raise InputError(f"model {str(folder)!r}: contains an adapter (adapter_config.json); {remedy}")
+    if has_weights:
+        weight_files(folder)
     check_config(folder / "config.json")
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Raises InputError for a checkpoint that has only pickled weights."""
-    if not any((folder / name).is_file() for name in (ONE_FILE, INDEX)) and list(folder.glob("*.bin")):
-        raise InputError(
-            f"model {str(folder)!r}: contains pickled .bin weights, which can run code when loaded; convert them with "
-            "save_pretrained(folder, safe_serialization=True) in an isolated environment"
-        )
-
-
-def refuse_links(folder: Path) -> None:
-    """Raises InputError if a file that transformers would open is a link to a file outside the folder."""
-    for pattern in OPENED:
-        for path in sorted(folder.glob(pattern)):
-            if path.is_symlink() and not is_inside(path, folder):
-                raise InputError(
-                    f"{path}: is a link to a file outside its folder; if you trust it, replace the link with the file"
-                )
 
 
 def is_inside(path: Path, folder: Path) -> bool:
@@ -95,9 +81,7 @@ def check_counts(config: dict, name: str) -> None:
     """Raises InputError, with the name of the file, for a config that asks for more than `MOST_MODULES` modules."""
     for key, value in entries_of(config):
         if COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_MODULES:
-            raise InputError(
-                f"{name}: {key} is {value!r:.20}, but at most {MOST_MODULES} is allowed; download the file again"
-            )
+            raise InputError(f"{name}: {key} is {value!r:.20}, but must be at most {MOST_MODULES}; {AGAIN}")
 
 
 def refuse_quantized(config: dict, name: str) -> None:
@@ -111,7 +95,7 @@ def refuse_quantized(config: dict, name: str) -> None:
 
 def entries_of(config: dict) -> Iterator[tuple[str, object]]:
     """All entries of a JSON object and of the objects in it, keys as text (a loaded config may have integers)."""
-    left = [config]
+    left = [config]  # without recursion: the file may be nested deeply
     while left:
         for key, value in left.pop().items():
             if isinstance(value, dict):
@@ -124,58 +108,34 @@ def read_object(path: Path) -> dict:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: malformed ({error}); download the checkpoint again") from error
+        raise InputError(f"{path}: malformed ({error}); {AGAIN}") from error
     if not isinstance(entries, dict):
-        raise InputError(f"{path}: malformed (not a JSON object); download the checkpoint again")
+        raise InputError(f"{path}: malformed (not a JSON object); {AGAIN}")
     return entries
 
 
-def shards(index: Path) -> list[Path]:
-    """The files that an index names, sorted by name.
-
-    Raises:
-        InputError: a file is missing or is not a safetensors file of this folder; the index is malformed or empty.
-    """
-    weight_map = read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: malformed (no weight_map); download the checkpoint again")
-    for name in weight_map.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", name):
-            raise InputError(
-                f"{index}: names {name!r:.60}, but a shard must be a .safetensors file in the same folder; download "
-                "the checkpoint again, or convert it in an isolated environment"
-            )
-    if not weight_map:
-        raise InputError(f"{index}: contains no tensors; download the checkpoint again")
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    require_files(files)
-    return files
-
-
-def require_files(files: Iterable[Path]) -> None:
-    """Raises InputError for a path that is missing, not a file, or a link to a file outside its folder."""
-    for file in files:
-        folder = file.parent
-        if not file.is_file():
-            raise InputError(
-                f"{str(folder)!r}: {file.name} is missing; give the folder of a complete safetensors checkpoint "
-                "(pickled weights are not read; convert them with save_pretrained in an isolated environment)"
-            )
-        if not is_inside(file, folder):
-            raise InputError(f"{file}: is a link to a file outside its folder; replace the link with the file")
-
-
-def is_sharded(folder: Path) -> bool:
-    """Whether the index decides which files are read: as in transformers, only without the single file."""
-    return not (folder / ONE_FILE).is_file() and (folder / INDEX).is_file()
-
-
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors file of a checkpoint, or the shards that its index names. Raises as `shards` does."""
-    if is_sharded(folder):
-        return shards(folder / INDEX)
-    require_files([folder / ONE_FILE])
-    return [folder / ONE_FILE]
+    """The safetensors file of a checkpoint or, as in transformers only without it, the shards that its index names.
+
+    Raises InputError for a file that is missing or not a safetensors file of this folder, and for a malformed index.
+    """
+    names, index = [ONE_FILE], folder / INDEX
+    if not (folder / ONE_FILE).is_file() and index.is_file():
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InputError(f"{index}: malformed (no weight_map); {AGAIN}")
+        if not weight_map:
+            raise InputError(f"{index}: contains no tensors; {AGAIN}")
+        for name in weight_map.values():
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", name):
+                where = "a shard must be a .safetensors file in the same folder"
+                raise InputError(f"{index}: names {name!r:.60}, but {where}; {AGAIN}")
+        names = sorted(set(weight_map.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            remedy = f"give the folder of a complete safetensors checkpoint; if its weights are pickled, {CONVERT}"
+            raise InputError(f"{str(folder)!r}: {name} is missing; {remedy}")
+    return [folder / name for name in names]
 
 
 @dataclass(frozen=True)
@@ -211,7 +171,7 @@ def headers(files: Iterable[Path]) -> dict[str, Header]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a file is not a dict)
             found |= {name: Header(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     if not found:
-        raise ValueError(f"{' '.join(map(str, files))}: contains no tensors; download the checkpoint again")
+        raise ValueError(f"{' '.join(map(str, files))}: contains no tensors; {AGAIN}")
     return found
 
 
@@ -251,24 +211,15 @@ def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> N
 def check_weights(headers: dict[str, Header], model: nn.Module) -> None:
     """Raises InputError, before memory is allocated, unless the files can contain the weights of the model.
 
-    Only the number of weights is compared, because transformers renames and merges tensors while it loads them. Up to
-    half of the weights may be missing here: transformers reports missing tensors by name.
-
-    Args:
-        model: the model of its config.json, on the meta device.
+    `model` is that of their config.json, on the meta device. Only the number of weights is compared, because
+    transformers renames and merges tensors while it loads them, and reports missing ones by name: up to half here.
     """
     parameters = dict(model.named_parameters())
     needed = sum(parameter.numel() for parameter in parameters.values())
     held = sum(math.prod(header.shape) for header in headers.values())
     if needed > 2 * held:
-        raise InputError(
-            f"config.json: {needed:.4g} weights are needed, but the files contain {held:.4g}; "
-            "download the checkpoint again"
-        )
+        raise InputError(f"config.json: {needed:.4g} weights are needed, but the files contain {held:.4g}; {AGAIN}")
     floats = {name for name, parameter in parameters.items() if parameter.is_floating_point()}
     for name in sorted(floats & headers.keys()):
         if (header := headers[name]).dtype not in SAFETENSORS_FLOATS:
-            raise InputError(
-                f"{header.file}: {name} is {header.dtype}, but weights must be {', '.join(SAFETENSORS_FLOATS)}; "
-                "give the dense checkpoint"
-            )
+            raise InputError(f"{header.file}: {name} is {header.dtype}, not a dense float; give the dense checkpoint")

@@ -21,7 +21,7 @@ from proxsparse.io.checkpoints import CHECKPOINTS, saved_names
 from proxsparse.io.file_lock import lock_directory
 
 MARKER, LOCK = ".proxsparse.json", ".proxsparse.lock"
-FORMAT, MOST_BYTES = "proxsparse-run-2", 1 << 20  # limit for a marker; a run writes about 3,000 bytes
+FORMAT = "proxsparse-run-2"  # of the marker
 RESULT, METRICS, MASKS, CONFIG = "result.json", "metrics.jsonl", "masks.safetensors", "config.yaml"
 
 
@@ -53,8 +53,7 @@ def opened(
         settings: the flags as JSON values; a resumed run must have the same, except those in `may_differ`.
         resume: continue the run in this directory, or start one if the directory is empty.
     Raises:
-        InputError: another run writes to the directory; it is not writable; it is not empty and `resume` is False, or
-            no run has written to it; the run to resume has another command or other flags.
+        InputError: another run writes to the directory; it is not writable; as `check_owner`.
     """
     if path.exists() and not path.is_dir():
         raise InputError(f"--output_dir {str(path)!r} is a file; give a directory")
@@ -78,54 +77,54 @@ def opened(
 
 
 def check_owner(path: Path, command: str, settings: dict, resume: bool, may_differ: Iterable[str]) -> dict | None:
-    """The marker of the run to resume, or None for a new run. Raises InputError if the run may not write here."""
-    marker = read_marker(path)
+    """The marker of the run to resume, or None for a new run.
+
+    Raises InputError if the directory is not empty and `resume` is False, or no run has written to it; or if the run to
+    resume has another command or other flags.
+    """
+    marker, where = read_marker(path), f"--output_dir {str(path)!r} is not empty"
     if marker is None:
-        foreign = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith((LOCK, SCRATCH)))
+        foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith((LOCK, SCRATCH))]
         if foreign:
-            raise InputError(
-                f"--output_dir {str(path)!r} is not empty ({foreign[0]}) and no run of proxsparse has written there; "
-                "choose another directory"
-            )
+            raise InputError(f"{where} ({min(foreign)}) and no run of proxsparse has written there; choose another")
         return None
     if not resume:
         complete = read_result(path).get("status") == "complete" or marker["command"] in ("pack", "apply")
         hint = "" if complete else "; to continue the run in it, add --resume_from_checkpoint last"
-        raise InputError(f"--output_dir {str(path)!r} is not empty; choose another, or delete it{hint}")
-    different = f"the command proxsparse {marker['command']} (now {command})" if marker["command"] != command else ""
-    different = different or different_flags(marker["settings"], settings, set(may_differ))
+        raise InputError(f"{where}; choose another, or delete it{hint}")
+    different = different_flags(marker["settings"], settings, set(may_differ))
+    if marker["command"] != command:
+        different = f"the command proxsparse {marker['command']} (now {command})"
     if different:
-        raise InputError(
-            f"--resume_from_checkpoint: the run in {str(path)!r} has {different}; give the same, or choose another "
-            "--output_dir"
-        )
+        remedy = "give the same, or choose another --output_dir"
+        raise InputError(f"--resume_from_checkpoint: the run in {str(path)!r} has {different}; {remedy}")
     return marker
 
 
 def read_marker(path: Path) -> dict | None:
     """The marker of a directory; None if there is none. Raises InputError for a damaged marker."""
-    try:
-        with (path / MARKER).open("rb") as file:
-            marker = json.loads(file.read(MOST_BYTES))
-    except FileNotFoundError:
+    if not (path / MARKER).exists():
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        marker = error
-    entries = {"format": str, "run_id": str, "command": str, "settings": dict}
-    if isinstance(marker, dict) and marker.get("format", FORMAT) != FORMAT:
+    marker, entries = read_object(path / MARKER), {"format": str, "run_id": str, "command": str, "settings": dict}
+    if marker.get("format", FORMAT) != FORMAT:
         raise InputError(f"{path / MARKER}: written by another version of proxsparse; choose another directory")
-    if not isinstance(marker, dict) or not all(isinstance(marker.get(name), kind) for name, kind in entries.items()):
+    if not all(isinstance(marker.get(name), kind) for name, kind in entries.items()):
         raise InputError(f"{path / MARKER}: damaged, so it is unknown which run wrote here; choose another directory")
     return marker
 
 
 def read_result(path: Path) -> dict:
     """The content of result.json; {} if it is missing or not a JSON object."""
+    return read_object(path / RESULT)
+
+
+def read_object(file: Path) -> dict:
+    """The JSON object in a file; {} if there is none."""
     try:
-        result = json.loads((path / RESULT).read_bytes())
+        found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return result if isinstance(result, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def remove_unsaved(path: Path) -> None:

@@ -12,13 +12,7 @@ MOST = 2**63  # Python cannot print integers of several thousand digits
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML with 64-bit integers and without aliases, which can expand a few lines to billions of values."""
-
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, f"alias *{event.anchor} is not allowed", event.start_mark)
-        return super().compose_node(parent, index)
+    """YAML with 64-bit integers, and an error for a name that is there twice."""
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         mapping = super().construct_mapping(node, deep)
@@ -39,12 +33,9 @@ PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.whole_number)
 
 
 def read_yaml(path: Path, what: str) -> dict:
-    """The mapping in a YAML file; {} for an empty file.
+    """The mapping in a YAML file; {} for an empty file. `what`: its name in error messages, such as "--config".
 
-    Args:
-        what: the name of the file in error messages, such as "--config".
-    Raises:
-        InputError: the file is missing, malformed, too long, or not a mapping.
+    Raises InputError if the file is missing, malformed, too long, or not a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -54,6 +45,9 @@ def read_yaml(path: Path, what: str) -> dict:
     if len(text) > MOST_BYTES:
         raise InputError(f"{what} {path}: longer than {MOST_BYTES:,} bytes; give a YAML file of flags")
     try:
+        for event in yaml.parse(text, PlainLoader):
+            if isinstance(event, yaml.AliasEvent):  # aliases can expand a few lines to billions of values
+                raise ValueError(f"alias *{event.anchor:.50} is not allowed")
         settings = yaml.load(text, PlainLoader) or {}
     except Exception as error:  # YAMLError, or a Python error for the value of a tag such as !!int
         reason = " ".join(str(error).split()) or type(error).__name__

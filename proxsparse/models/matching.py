@@ -32,9 +32,8 @@ def model_names(
 ) -> tuple[dict[str, str], set[str], list[str]]:
     """`names`, `merged` and `extra` of `Match`.
 
-    Args:
-        packed: names of the model that are not in its state_dict.
-        steps: the renamings and conversions of transformers; None: those of a safetensors checkpoint.
+    packed: names of the model that are not in its state_dict. steps: the renamings and conversions of transformers;
+    None: those of a safetensors checkpoint.
     """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -98,35 +97,26 @@ def refuse_incomplete(name: str, matched: Match, kind: str) -> None:
     if matched.mismatched:
         raise InputError(f"model {name!r}: {matched.mismatched[0]}; download the checkpoint again")
     if matched.missing:
-        raise InputError(
-            f"model {name!r}: {kind} needs {len(matched.missing)} tensors that are missing, the first is "
-            f"{matched.missing[0]}; download the complete checkpoint, or save the causal language model"
-        )
+        missing = f"{kind} needs {len(matched.missing)} tensors that are missing, the first is {matched.missing[0]}"
+        remedy = "download the complete checkpoint, or save the causal language model"
+        raise InputError(f"model {name!r}: {missing}; {remedy}")
 
 
 def check_saved(
     headers: dict[str, Header], skeleton: nn.Module, model: nn.Module | None = None, extra: Iterable[str] = ()
 ) -> None:
-    """Raises InputError unless `from_pretrained` restores the model from the saved files.
+    """Raises InputError unless `from_pretrained` restores the model from the saved files, whose headers are given.
 
-    No tensor may be missing, have another shape or dtype, or be unknown to the model.
-
-    Args:
-        headers: those of the saved files, read back.
-        skeleton: the model of their config.json on the meta device.
-        model: the model in memory, for the dtypes.
-        extra: names of tensors that are in the files although the model does not have them.
+    No tensor may be missing, have another shape or dtype, or be unknown to the model, except `extra`. `skeleton`: the
+    model of their config.json on the meta device. `model`: the model in memory, for the dtypes.
     """
-    result = match(headers, skeleton)
-    wrong = [f"{name} is missing" for name in result.missing]
-    wrong += result.mismatched
-    wrong += [f"{name} is not a tensor of {type(skeleton).__name__}" for name in result.extra if name not in set(extra)]
+    result, known = match(headers, skeleton), set(extra)
+    wrong = [f"{name} is missing" for name in result.missing] + result.mismatched
+    wrong += [f"{name} is not a tensor of {type(skeleton).__name__}" for name in result.extra if name not in known]
     wrong += [] if model is None else wrong_dtypes(headers, result, model)
     if wrong:
-        raise InputError(
-            f"the written files differ from the model in {len(wrong)} tensors ({wrong[0]}), so the model is not saved; "
-            "please report this with the name of the model"
-        )
+        what = f"the written files differ from the model in {len(wrong)} tensors ({wrong[0]})"
+        raise InputError(f"{what}, so the model is not saved; please report this with the name of the model")
 
 
 def wrong_dtypes(headers: dict[str, Header], result: Match, model: nn.Module) -> list[str]:
@@ -138,9 +128,9 @@ def wrong_dtypes(headers: dict[str, Header], result: Match, model: nn.Module) ->
             dtypes.setdefault(parent, dtypes[name])
     wrong = []
     for name, inside in result.names.items():
-        dtype = dtypes.get(inside) or dtypes.get(inside.rpartition(".")[0])
-        if dtype in DTYPE_NAMES and DTYPE_NAMES[dtype] != headers[name].dtype:
-            wrong.append(f"{name} is {headers[name].dtype}, in the model {DTYPE_NAMES[dtype]}")
+        needed = DTYPE_NAMES.get(dtypes.get(inside) or dtypes.get(inside.rpartition(".")[0]))
+        if needed not in (None, headers[name].dtype):
+            wrong.append(f"{name} is {headers[name].dtype}, in the model {needed}")
     return wrong
 
 
@@ -152,10 +142,8 @@ def rounding_notes(stored: dict[str, str], model: nn.Module) -> list[str]:
     if not rounded:
         return []
     before, after = (str(dtype).removeprefix("torch.") for dtype in both[rounded[0]])
-    return [
-        f"{len(rounded)} tensors were rounded while loading, the first, {rounded[0]}, from {before} to {after}; to "
-        f"keep them, set dtype in config.json to {before}"
-    ]
+    what = f"{len(rounded)} tensors were rounded while loading, the first, {rounded[0]}, from {before} to {after}"
+    return [f"{what}; to keep them, set dtype in config.json to {before}"]
 
 
 def gguf_notes(path: Path, model: nn.Module) -> list[str]:
@@ -168,15 +156,15 @@ def gguf_notes(path: Path, model: nn.Module) -> list[str]:
     entries, tensors = read_gguf_metadata(str(path))
     kind, notes = type(model).__name__, []
     unused = unused_tensors(entries["general.architecture"], tensors, model)
-    if lost := [name for name in unused if not name.startswith(ROPE_FACTORS)]:
-        notes.append(f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}")
     scaling = [name for name in unused if name.startswith(ROPE_FACTORS)]
+    if lost := [name for name in unused if name not in scaling]:
+        notes.append(f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}")
     scaling += [key for key, value in entries.items() if key.endswith(".rope.scaling.type") and value != "none"]
     types = {value for key, value in entries_of(model.config.to_dict()) if key == "rope_type"}
     if scaling and types <= {"default"}:
         notes.append(
             f"transformers does not read the scaling of rotary positions ({scaling[0]}) from this file, so the model "
-            "lacks it and differs from the original, most in long texts; give the safetensors checkpoint"
+            "differs from the original, most in long texts; give the safetensors checkpoint"
         )
     return notes
 

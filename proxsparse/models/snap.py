@@ -35,13 +35,11 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
         check_mask(name, mask)
-        layer = modules.get(name)
+        layer, shape = modules.get(name), f"shape {list(mask.shape)}"
         has = f"shape {list(layer.weight.shape)}" if isinstance(layer, nn.Linear) else "no such linear layer"
-        if has != f"shape {list(mask.shape)}":
-            raise InputError(
-                f"masks of another model: layer {name} has shape {list(mask.shape)}, the model has {has}; give masks "
-                "of this model"
-            )
+        if has != shape:
+            what = f"layer {name} has {shape}, the model has {has}"
+            raise InputError(f"masks of another model: {what}; give masks of this model")
     for name, mask in masks.items():
         modules[name].weight.copy_(masked(modules[name].weight, mask))
 
@@ -60,10 +58,7 @@ def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def snap_(
-    model: nn.Module,
-    pretrained: dict[str, Tensor],
-    masks: dict[str, Tensor],
-    trained: Collection[str] = (),
+    model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tensor], trained: Collection[str] = ()
 ) -> None:
     """W <- W0 where the mask keeps, +0 elsewhere; parameters without a mask become W0. In place.
 

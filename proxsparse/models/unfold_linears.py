@@ -54,7 +54,8 @@ class SplitExperts(nn.Module):
 
     def __init__(self, fused: nn.Module):
         super().__init__()
-        self.names = ("gate_up_proj" if fused.has_gate else "up_proj", "down_proj")
+        names = ("gate_up_proj" if fused.has_gate else "up_proj", "down_proj")
+        self.parts = [(name, kind, name + end) for name in names for kind, end in (("weight", ""), ("bias", "_bias"))]
         self.experts, self.transposed = len(fused.down_proj), fused.is_transposed
         self.normalizes = getattr(fused, "has_post_expert_norm", False)  # transformers 5.17 has no such attribute
         learns = any(weight.requires_grad for weight in fused.parameters(recurse=False))
@@ -63,8 +64,7 @@ class SplitExperts(nn.Module):
         self.split(state, "")
         for expert in range(self.experts):
             layers = {
-                name: linear(state[f"{expert}.{name}.weight"], state.get(f"{expert}.{name}.bias"))
-                for name in self.names
+                name: linear(state[f"{expert}.{name}.weight"], state.get(f"{expert}.{name}.bias")) for name in names
             }
             self.add_module(str(expert), nn.ModuleDict(layers).requires_grad_(learns))
         for name, child in fused.named_children():
@@ -100,22 +100,20 @@ class SplitExperts(nn.Module):
 
     def split(self, state: dict[str, Tensor], prefix: str, *_arguments_of_a_hook) -> None:
         """In a state_dict: replaces the tensors of all experts by views, one per expert."""
-        for name in self.names:
-            for kind, fused_name in (("weight", name), ("bias", f"{name}_bias")):
-                if (tensor := state.pop(f"{prefix}{fused_name}", None)) is not None:
-                    weights = tensor.mT if kind == "weight" and self.transposed else tensor
-                    state.update({f"{prefix}{expert}.{name}.{kind}": part for expert, part in enumerate(weights)})
+        for name, kind, fused_name in self.parts:
+            if (tensor := state.pop(f"{prefix}{fused_name}", None)) is not None:
+                weights = tensor.mT if kind == "weight" and self.transposed else tensor
+                state.update({f"{prefix}{expert}.{name}.{kind}": part for expert, part in enumerate(weights)})
 
     def join(self, state: dict[str, Tensor], prefix: str, *_arguments_of_a_hook) -> None:
         """The inverse of `split`. The experts' parameters become views of the joined tensor, to save memory."""
-        for name in self.names:
-            layers = [self.get_submodule(f"{expert}.{name}") for expert in range(self.experts)]
-            for kind, fused_name in (("weight", name), ("bias", f"{name}_bias")):
-                parameters = [parameter for layer in layers if (parameter := getattr(layer, kind)) is not None]
-                for expert in range(len(parameters)):
-                    del state[f"{prefix}{expert}.{name}.{kind}"]
-                if parameters:
-                    state[f"{prefix}{fused_name}"] = joined_(parameters, kind == "weight" and self.transposed)
+        for name, kind, fused_name in self.parts:
+            names = [f"{expert}.{name}.{kind}" for expert in range(self.experts)]
+            if f"{prefix}{names[0]}" in state:
+                for each in names:
+                    del state[f"{prefix}{each}"]
+                parameters = list(map(self.get_parameter, names))
+                state[f"{prefix}{fused_name}"] = joined_(parameters, kind == "weight" and self.transposed)
 
 
 @torch.no_grad()
@@ -129,8 +127,7 @@ def joined_(parameters: list[nn.Parameter], transposed: bool) -> Tensor:
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """An nn.Linear with the given weight [out_features, in_features] and bias [out_features] or None."""
-    out_features, in_features = weight.shape
-    layer = nn.Linear(in_features, out_features, bias=False, device="meta")
+    layer = nn.Linear(*weight.T.shape, bias=False, device="meta")
     layer.weight = nn.Parameter(weight)
     layer.bias = None if bias is None else nn.Parameter(bias)
     return layer
