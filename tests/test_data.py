@@ -1,11 +1,14 @@
 """Text sources and calibration batches: every format, every refusal, and the batches' exact contents."""
 
 import gzip
+import io
 import json
 import logging
 import random
+import re
 import sys
 import time
+import tracemalloc
 import warnings
 
 import pytest
@@ -344,3 +347,15 @@ def test_bad_arguments(tokenizer, arguments, message):
     usable = {"texts": ["w1 w2 w3"], "num_samples": 1, "seq_len": 8}
     with pytest.raises(InputError, match=message):
         calibration_batches(tokenizer=tokenizer, **(usable | arguments))
+
+
+def test_paragraphs_are_read_line_by_line(tmp_path):
+    choose = random.Random(0).choices
+    for text in ("".join(choose("ab\n\n\n \t\x0c", k=length)) for length in range(40) for _ in range(50)):
+        assert list(sources.paragraphs_of(io.StringIO(text, newline="\n"))) == re.split(r"\n\s*?\n", text)
+    write(tmp_path / "a.txt", "\n\n".join("word " * 200 for _ in range(4000)))  # 4 MB
+    tracemalloc.start()
+    assert sum(len(text) for _, text in sources.read_prose(tmp_path / "a.txt")) > 3.9e6
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1e6

@@ -10,7 +10,7 @@ import torch
 from tiny_models import byte_tokenizer, tiny_model, word_tokenizer, words
 
 from proxsparse import prune_
-from proxsparse.data import calibration, sources, tokens
+from proxsparse.data import batches, calibration, sources, tokens
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.errors import InputError
 
@@ -26,8 +26,8 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(tokens, name, value)
 
 
-def samples_of(batches) -> list[list[int]]:
-    return [ids[mask.bool()].tolist() for batch in batches for ids, mask in zip(*list(batch.values())[:2], strict=True)]
+def samples_of(given) -> list[list[int]]:
+    return [ids[mask.bool()].tolist() for batch in given for ids, mask in zip(*list(batch.values())[:2], strict=True)]
 
 
 @pytest.mark.parametrize("special", [{"eos_token": "</s>"}, {"eos_token": "</s>", "bos_token": "<s>"}])
@@ -92,9 +92,21 @@ def test_many_samples_are_shuffled_too(tokenizer, monkeypatch):
     assert sorted(every[:20]) != sorted(few)
 
 
+def test_a_text_with_fewer_samples_than_asked_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "TOKENS_IN_MEMORY", 100)
+    text, asked = tmp_path / "text.jsonl", {"num_samples": 50, "window": 8, "seq_len": 8, "folder": tmp_path / "tokens"}
+    text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(20)))
+    found = []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="the text gives only 20 samples"):
+            found.append(samples_of(batches.read_batches(str(text), tiny_model("llama"), byte_tokenizer(), **asked)[0]))
+        monkeypatch.setattr(batches, "first_and_rest", None)
+    assert found[0] == found[1]
+
+
 def test_a_store_of_another_text_is_refused(tokenizer, tmp_path):
     calibration_batches(["w1 w2"], tokenizer, 1, 8, store=tokens.TokenStore(tmp_path, ["a", 1]))
-    assert tokens.TokenStore(tmp_path, ["a", 1]).counts == {"blocks": 1, "documents": 1, "tokens": 2}
+    assert tokens.TokenStore(tmp_path, ["a", 1]).counts == {"blocks": 1, "documents": 1, "tokens": 2, "ended": 0}
     with pytest.raises(InputError, match="has changed since the run was stopped; delete this folder if the text is"):
         tokens.TokenStore(tmp_path, ["a", 2])
 

@@ -60,7 +60,7 @@ def read_batches(
             large = is_source and folder is not None and num_samples * length > TOKENS_IN_MEMORY
             how = [str(getattr(tokenizer, "name_or_path", "")), num_samples, length, packing, seed, text_field]
             store = TokenStore(folder, [identity_of(data), *how]) if large else TokenStore()
-            if store.samples(length, packing) >= num_samples:  # stored before the run was stopped
+            if store.is_full(num_samples, length, packing):  # stored before the run was stopped
                 first, rest = [], ()
             elif is_source:
                 first, rest = first_and_rest(data, "train", text_field)

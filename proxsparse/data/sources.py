@@ -220,8 +220,20 @@ def read_json(path: Path) -> Rows:
 
 def read_prose(path: Path) -> Rows:
     """Documents of whole paragraphs; blank lines separate paragraphs."""
-    prose = "".join(line for _, line in read_lines(path))
-    yield from ((str(path), document) for document in cut_documents(re.split(r"\n\s*?\n", prose)))
+    lines = (line for _, line in read_lines(path))
+    yield from ((str(path), document) for document in cut_documents(paragraphs_of(lines)))
+
+
+def paragraphs_of(lines: Iterable[str]) -> Iterator[str]:
+    r"""The parts of a text between newline, white space, newline: re.split(r"\n\s*?\n", text), read line by line."""
+    paragraph = []
+    for line in lines:
+        if paragraph and line.endswith("\n") and not line.strip():
+            yield "".join(paragraph)[:-1]
+            paragraph = []
+        else:
+            paragraph.append(line)
+    yield "".join(paragraph)
 
 
 def cut_documents(paragraphs: Iterable[str]) -> Iterator[str]:

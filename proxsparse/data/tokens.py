@@ -22,7 +22,7 @@ TOKENS_IN_MEMORY = 2**20  # more are stored in files
 BLOCK = 1_000  # documents between two writes
 TEXTS_PER_CALL = 128  # of the tokenizer, which uses all cores for them
 IDS, ENDS = "ids.bin", "ends.bin"
-NO_TOKENS_YET = {"blocks": 0, "documents": 0, "tokens": 0}
+NO_TOKENS_YET = {"blocks": 0, "documents": 0, "tokens": 0, "ended": 0}  # ended: whether the text has no more
 
 
 class TokenStore:
@@ -51,9 +51,9 @@ class TokenStore:
                 "stopped; delete this folder if the text is the same, else write to another directory"
             )
 
-    def append(self, ids: array, ends: array) -> None:
+    def append(self, ids: array, ends: array, ended: bool = False) -> None:
         """Adds a block of documents: their tokens, and where each ends in the tokens of all blocks."""
-        before, added = self.counts, {"blocks": 1, "documents": len(ends), "tokens": len(ids)}
+        before, added = self.counts, {"blocks": 1, "documents": len(ends), "tokens": len(ids), "ended": int(ended)}
         self.counts = {name: before[name] + count for name, count in added.items()}
         if self.folder is None:
             self.memory[IDS].extend(ids)
@@ -69,6 +69,10 @@ class TokenStore:
     def samples(self, seq_len: int, packing: bool, documents: int = 0, tokens: int = 0) -> int:
         """The number of complete samples, see `tokenize`, with these documents and their tokens added."""
         return (self.counts["tokens"] + tokens) // seq_len if packing else self.counts["documents"] + documents
+
+    def is_full(self, num_samples: int, seq_len: int, packing: bool) -> bool:
+        """Whether it has `num_samples` samples, or all of the text."""
+        return bool(self.counts["ended"]) or self.samples(seq_len, packing) >= num_samples
 
     def ids(self) -> np.ndarray | Path:
         """The tokens, uint32 [N], or the file that holds them."""
@@ -105,21 +109,19 @@ def tokenize(
     blocks = islice(blocks, store.counts["blocks"], None)
     done = min(store.samples(seq_len, packing), num_samples)
     with phase("tokenizing the calibration text", num_samples, "sample", done) as current:
-        while store.samples(seq_len, packing) < num_samples:
+        while not store.is_full(num_samples, seq_len, packing):
             try:
                 block, ids, ends = next(blocks, None), array("I"), array("q")
             except InputError as error:  # such as a network that is gone
                 stored = f"; a resumed run continues after the {store.counts['tokens']:,} tokens that are stored"
                 raise InputError(f"{error}{stored * bool(store.folder and store.counts['tokens'])}") from error
-            if block is None:
-                break
-            for tokens in tokens_of(block, tokenizer, longest, min(TEXTS_PER_CALL, num_samples), packing):
+            for tokens in tokens_of(block or [], tokenizer, longest, min(TEXTS_PER_CALL, num_samples), packing):
                 ids.extend(tokens)
                 ends.append(store.counts["tokens"] + len(ids))
                 current.done = min(store.samples(seq_len, packing, len(ends), len(ids)), num_samples)
                 if current.done == num_samples:
                     break
-            store.append(ids, ends)
+            store.append(ids, ends, ended=block is None)
         current.result = f"{store.counts['tokens']:,} tokens"
 
 
