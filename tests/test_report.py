@@ -32,6 +32,7 @@ def result(**changes):
     return {
         **{"status": "complete", "version": "0.1.0", "model": "owner/tiny-1b", "data": "wikitext", "pattern": "2:4"},
         **{"method": "proxsparse", "objective": "masked", "layers": 12},
+        **{"kept": 0.5, "arithmetic": 0.5078125, "bytes_a_weight": 1.125},
         "command": "python -m proxsparse.train --model owner/tiny-1b",
         **{"config": {"learning_rate": 1e-4, "output_dir": "out"}, "weights": 1234567, "steps": 60},
         **{"tokens": 3840, "seconds": 3725.0, "reg_lambda": {"min": 0.1, "max": 0.1}, "feasible_share": 0.9876},
@@ -75,7 +76,9 @@ def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, plots):
         assert "ab12" * 16 in text
         assert "Warning" not in text
     assert "| `learning_rate` | 0.0001 |" in card
+    assert "\nPacked, the linear layers of the decoder blocks have 0.51 of the dense arithmetic, 1.12 bytes a" in card
     figures = "| weights in these layers | 1,234,567 |", "| 1:02:05 |", "98.7600 %", "81.2500 %", "3.00 GiB"
+    figures += "| 50.0000 % |", "(dense: 1) | 0.5078 |", "in bf16 (dense: 2) | 1.125 |"
     assert all(figure in report for figure in (*figures, "python -m proxsparse.train"))
     for plot in PLOTS:
         assert f"]({plot})" in report

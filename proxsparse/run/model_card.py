@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from proxsparse.patterns import MIXED
-from proxsparse.run.sections import number, page, perplexity_text, settings_text, shortened, top_text
+from proxsparse.run.sections import cost_text, number, page, perplexity_text, settings_text, shortened, top_text
 
 # How the model tree of the Hub lists the result below its base model. It knows adapter, finetune, merge and quantized.
 # Frozen weights under a mask, also packed, are a smaller form of the same model, as quantized weights are; new values
@@ -51,7 +51,7 @@ def card_text(result: dict) -> str:
     steps = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if "steps" in result else ""
     text = (
         f"{base} with {kept_share} in {number(result['layers'])} linear layers.\n{how} The kept weights {kept}; the "
-        f"other weights\nof these layers are +0.0. {others} {LICENCE}"
+        f"other weights\nof these layers are +0.0. {others} {LICENCE}\n{cost_text(result).capitalize()}."
     )
     measured = "## Held-out perplexity", perplexity_text(result["perplexity"])
     made = f"```sh\n{result['command']}\n```\n\n{steps}{settings_text(result)}"

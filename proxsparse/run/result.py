@@ -21,7 +21,7 @@ from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.models.unfold_linears import unfolded_layers
 from proxsparse.patterns import NMPattern, pattern_name
 from proxsparse.run.args import PROXSPARSE, EvaluateArgs, RunArgs
-from proxsparse.run.sections import BOS, each_value, named_scores, shareable
+from proxsparse.run.sections import BOS, cost_text, each_value, named_scores, shareable
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero, world_size
@@ -177,8 +177,7 @@ def summary(result: dict, run_dir: Path) -> str:
     counts = collections.Counter(result["patterns"].values())
     spread = ", ".join(f"{count} x {pattern}" for pattern, count in sorted(counts.items()))
     lines += [f"layers ({result['allocation']}): {spread}; {result['kept']:.2%} of their weights kept"]
-    cost = "{arithmetic:.2f} of the dense arithmetic, {bytes_a_weight:.2f} bytes a weight in bf16".format_map(result)
-    lines += [f"packed, the linear layers of the decoder blocks have {cost}"]
+    lines += [cost_text(result)]
     if (dense := result["dense_share"]) >= NOTABLE:
         lines += [f"{dense:.1%} of the weights of the decoder blocks are in other layers and stay dense"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]

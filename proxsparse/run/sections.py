@@ -97,6 +97,12 @@ def perplexity_text(scores: dict | None) -> str:
     return f"{scored}\n\n{scores['data']}; {windows}, {number(scores['tokens'])} tokens. Lower is better."
 
 
+def cost_text(result: dict) -> str:
+    """What the linear layers cost when they are packed."""
+    cost = "{arithmetic:.2f} of the dense arithmetic, {bytes_a_weight:.2f} bytes a weight in bf16"
+    return f"packed, the linear layers of the decoder blocks have {cost.format_map(result)}"
+
+
 def settings_text(result: dict) -> str:
     """The calibration data and the flags of a run."""
     used = {name: result.get(name) for name in ("seq_len", "teacher")}
