@@ -1,12 +1,13 @@
 """--plan: its formulas are close to what the code allocates and saves; its page; what it refuses."""
 
 import re
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import save_tiny_model
+from tiny_models import save_texts, save_tiny_model
 
 from proxsparse import finetune, prune, train
 from proxsparse.errors import InputError
@@ -15,9 +16,11 @@ from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import cast_parameters_
 from proxsparse.run import job, memory
+from proxsparse.run import result as run_result
 from proxsparse.run.parse import parse_finetune, parse_train, train_args
 from proxsparse.training import loop
 from proxsparse.training.loss import training_loss
+from proxsparse.training.state import TrainState
 
 
 def plan_of(model, **flags) -> memory.Plan:
@@ -194,3 +197,24 @@ def test_a_model_without_a_plan_is_not_checked(tmp_path, monkeypatch):
     flags = parse_train(["--model", str(save_tiny_model("llama", tmp_path / "model"))])
     monkeypatch.setattr(memory, "Plan", lambda args: args.no_such_flag)
     memory.require_memory(flags, torch.device("cpu"), tmp_path)
+
+
+def test_the_learning_state_is_freed_before_the_perplexity_is_measured(tmp_path, monkeypatch):
+    """A model that just fits while it learns has no room for both."""
+    learned, alive = [], []
+
+    def recorded(self, *args, made=TrainState.__init__, **options):
+        made(self, *args, **options)
+        learned.extend(map(weakref.ref, (self, self.optimizer)))
+
+    def scores(*args, measured=run_result.scores_under):
+        alive.append([reference() for reference in learned])
+        return measured(*args)
+
+    monkeypatch.setattr(TrainState, "__init__", recorded)
+    monkeypatch.setattr(run_result, "scores_under", scores)
+    model, text = save_tiny_model("llama", tmp_path / "model"), save_texts(tmp_path / "text.jsonl", documents=9)
+    flags = f"--data {text} --eval_data {text} --eval_seq_len 32 --seq_len 32 --num_samples 4 --output_dir"
+    assert train.main(["--model", str(model), "--distill", "0.5", *flags.split(), str(tmp_path / "a")]) == 0
+    assert finetune.main([str(tmp_path / "a"), *flags.split(), str(tmp_path / "b")]) == 0
+    assert alive == [[None] * 2, [None] * 4]
