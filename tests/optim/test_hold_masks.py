@@ -224,18 +224,14 @@ def test_a_step_with_a_closure():
     "name", ["AdamW", pytest.param("SGD, momentum", marks=pytest.mark.slow), "Muon", "ProxOptimizer"]
 )
 def test_compiled_steps_before_and_after_the_masks_are_held(name, caplog):
-    """Of nine layers, none of which makes torch compile the step again: it compiles one function 8 times."""
-    torch._dynamo.reset()  # all optimizers share the code of `step`
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)])
-    with torch.no_grad():
-        for layer in model:
-            layer.weight.masked_fill_(~nm_mask(layer.weight.abs()), 0)
+    torch._dynamo.reset()  # all optimizers share the code of `step`, which is compiled only a few times
+    model = pruned_model()
     masks, saved = masks_of(model), copy.deepcopy(model.state_dict())
-    optimizer, inputs = OPTIMIZERS[name](model.parameters()), torch.randn(32, 8)
+    optimizer = OPTIMIZERS[name](model.parameters())
     step = torch.compile(optimizer.step, backend="eager")
     for number in range(5):
         optimizer.zero_grad()
-        model(inputs).square().mean().backward()
+        loss_of(model).backward()
         step()
         if number == 1:  # after a step was compiled without the hooks
             model.load_state_dict(saved)
@@ -243,9 +239,29 @@ def test_compiled_steps_before_and_after_the_masks_are_held(name, caplog):
         if number >= 1:
             assert_held(masks, optimizer)
     handle.remove()
-    model(inputs).square().mean().backward()
+    loss_of(model).backward()
     step()
     assert name == "ProxOptimizer" or (model[0].weight != 0).all()
+    assert "recompile_limit" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["held", "ProxOptimizer"])
+def test_a_compiled_step_does_not_recompile_for_every_layer(kind, caplog):
+    torch._dynamo.reset()
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)])  # torch compiles one function 8 times
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.masked_fill_(~nm_mask(layer.weight.abs()), 0)
+    masks, optimizer = masks_of(model), optim.SGD(model.parameters(), lr=1e-3)
+    if kind == "held":
+        hold_masks_(optimizer)
+    else:
+        optimizer, masks = ProxOptimizer(optimizer, reg_lambda=0.1), {}
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        step()
+        assert_held(masks, optimizer)
     assert "recompile_limit" not in caplog.text
 
 
