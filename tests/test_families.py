@@ -306,9 +306,8 @@ def test_layers_that_are_stored_in_another_form(name, tmp_path):
         assert not any(weight.requires_grad for weight in model.parameters())
         weights.append(model.state_dict())
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    finetune_(
-        model, tiny_model(name), "builtin", byte_tokenizer(), checkpoints=tmp_path / "tune", save_steps=1, **settings
-    )
+    saved = {"checkpoints": tmp_path / "tune", "save_steps": 1}
+    finetune_(model, tiny_model(name), "builtin", byte_tokenizer(), **saved, **settings)
 
     masks = prune_(pruned := tiny_model(name), "magnitude")
     apply_masks_(other := tiny_model(name), masks)

@@ -95,9 +95,7 @@ def test_shared_files_do_not_name_the_folders_of_this_machine(prune, tmp_path):
         (["dense", "proxsparse"], MemoryError, 0),
     ],
 )
-def test_the_last_evaluations_lose_nothing(
-    measured, ending, code, tiny_llama, text_file, tmp_path, capsys, monkeypatch
-):
+def test_last_evaluations_lose_nothing(measured, ending, code, tiny_llama, text_file, tmp_path, capsys, monkeypatch):
     scores = iter(measured)  # the next one is interrupted
 
     def interrupted(*arguments):

@@ -327,9 +327,7 @@ def overflow(monkeypatch):
         ("finetune pruned --distill 0 --held_out 2", NORM, "not finite; lower --learning_rate"),
     ],
 )
-def test_a_loss_that_is_not_finite_names_the_layer(
-    call, module, message, overflow, places, tmp_path, capsys, monkeypatch
-):
+def test_a_loss_of_nan_names_the_layer(call, module, message, overflow, places, tmp_path, capsys, monkeypatch):
     """Finite weights whose products overflow, as those of a run that diverges."""
     monkeypatch.chdir(places)
     overflow(module)
