@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, memory in which a forgotten write shows, no plots; and the choice of a backend."""
+"""Fixed seeds, memory in which a forgotten write shows, no plots; tiny models as folders; the choice of a backend."""
 
 import gc
 import os
@@ -9,6 +9,8 @@ import numpy
 import pytest
 import torch
 from forks import Forks
+from pruned import packed_copy
+from tiny_models import byte_tokenizer, save_texts, save_tiny_model
 
 from proxsparse.ops import registry
 from proxsparse.run import report
@@ -52,6 +54,30 @@ def forks():
     """A process whose forks run commands."""
     with Forks() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    """A folder with a tiny random Llama in bfloat16: with it a whole run takes a second."""
+    return save_tiny_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """Forty short documents as .jsonl."""
+    return save_texts(tmp_path_factory.mktemp("data") / "text.jsonl")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The dense and the packed folder of a tiny pruned Llama in fp32; the latter with a chat template."""
+    folders, tokenizer = packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32), byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folders[1])
+    return folders
 
 
 @pytest.fixture

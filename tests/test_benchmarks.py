@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import budget
+import commands
 import linear_speed
 import own_text
 import plan_check
@@ -16,6 +17,7 @@ import step_operations
 import tiny_models
 import token_memory
 import torch
+from commands import QUICK, call, result_of, run
 from lib import common, measure, plots, random_models, shapes
 from pruned import prune_
 
@@ -105,43 +107,39 @@ def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
     assert bool(list(tmp_path.rglob("*.png"))) >= (name in DRAWN)
 
 
-def test_the_budget_of_runs_that_continue_each_other(rows_of, tmp_path, capsys):
-    model = tiny_models.save_tiny_model("llama", tmp_path / "model")
-    text = str(tiny_models.save_texts(tmp_path / "text.jsonl"))
-    shared = ["--data", text, "--eval_data", text, "--eval_seq_len", "32", "--num_samples", "4", "--device", "cpu"]
-    pruned, tuned = str(tmp_path / "pruned"), str(tmp_path / "tuned")
-    assert not prune.main(["--method", "wanda", "--model", str(model), "--output_dir", pruned, *shared])
-    assert not finetune.main([pruned, "--seq_len", "32", "--output_dir", tuned, "--distill", "0", *shared])
-    budget.main([pruned, f"{pruned}+{tuned}"])
+def test_the_budget_of_runs_that_continue_each_other(rows_of, tiny_llama, text_file, tmp_path, capsys):
+    pruned, tuned = tmp_path / "pruned", tmp_path / "tuned"
+    run(prune.main, tiny_llama, text_file, pruned, "--method", "wanda")
+    shared = ["--data", text_file, "--eval_data", text_file, "--eval_seq_len", "32", *QUICK]
+    call(finetune.main, pruned, "--distill", "0", "--output_dir", tuned, *shared)
+    budget.main([str(pruned), f"{pruned}+{tuned}"])
     alone, both = rows_of("budget")
     assert (alone["path"], both["path"]) == ("wanda", "wanda, then finetune")
     assert (alone["values"], both["values"]) == ("pretrained", "updated")
     assert both["minutes"] > alone["minutes"] > 0
-    assert both["perplexity"] == budget.result_of(Path(tuned))["perplexity"]["finetune"]
-    assert both["model"] == "model"
+    assert both["perplexity"] == result_of(tuned)["perplexity"]["finetune"]
+    assert both["model"] == tiny_llama.name
     assert "wanda, then finetune  updated" in capsys.readouterr().out
-    assert (tmp_path / "budget_model_2of4.png").exists()
-    with pytest.raises(InputError, match="model: not the output folder of a finished run"):
-        budget.main([str(model)])
-    unmeasured = ["--method", "magnitude", "--model", str(model), "--eval_data", "none"]
-    assert not prune.main([*unmeasured, "--output_dir", f"{pruned}-again"])
-    with pytest.raises(InputError, match="pruned-again: its perplexity was not measured; run it with --eval_data"):
-        budget.main([f"{pruned}-again"])
+    assert (tmp_path / "budget_tiny-llama_2of4.png").exists()
+    with pytest.raises(InputError, match="llama: not the output folder of a finished run"):
+        budget.main([str(tiny_llama)])
+    unmeasured = commands.pruned(tiny_llama, tmp_path / "unmeasured")
+    with pytest.raises(InputError, match="unmeasured: its perplexity was not measured; run it with --eval_data"):
+        budget.main([str(unmeasured)])
 
 
-def test_own_text_is_drawn_from_the_distribution_of_the_model(tmp_path, capsys):
+def test_own_text_is_drawn_from_the_distribution_of_the_model(text_file, tmp_path, capsys):
     """Whatever settings of generation the model has: none of them, and no end of text, changes or ends it."""
-    text = tiny_models.save_texts(tmp_path / "text.jsonl")
     model = tiny_models.save_tiny_model("llama", tmp_path / "model")
     sizes, drawn = ["--documents", "3", "--tokens", "12", "--prompt", "5", "--batch", "2", "--device", "cpu"], []
     settings = {"temperature": 0.01, "top_p": 0.1, "repetition_penalty": 1.5, "eos_token_id": list(range(20))}
     for each in ({}, settings):
         (model / "generation_config.json").write_text(json.dumps(each))
-        own_text.main([str(model), str(text), f"{tmp_path}/own.jsonl", *sizes])
+        own_text.main([str(model), str(text_file), f"{tmp_path}/own.jsonl", *sizes])
         drawn.append(load_texts(f"{tmp_path}/own.jsonl", "train"))
     assert "own.jsonl: 36 tokens in " in capsys.readouterr().out
     assert drawn[0] == drawn[1]
-    tokenizer, joined = load_tokenizer(str(model)), "\n\n".join(load_texts(str(text), "train"))
+    tokenizer, joined = load_tokenizer(str(model)), "\n\n".join(load_texts(str(text_file), "train"))
     prompts = [tokenizer.decode(tokenizer(sample).input_ids[:5]) for sample in drawn[0]]
     assert len(set(drawn[0])) == 3
     assert all(prompt in joined for prompt in prompts)
@@ -149,8 +147,7 @@ def test_own_text_is_drawn_from_the_distribution_of_the_model(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_families(capsys):
-    families = importlib.import_module("families")
-    assert families.main(["llama", "dbrx", "bert"]) == 0
+    call(importlib.import_module("families").main, "llama", "dbrx", "bert")
     printed = capsys.readouterr().out
     assert "llama {}" in printed
     assert "works with --precision fp32" in printed

@@ -150,29 +150,17 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / arguments[0]).is_file(), words
 
 
+PARSERS = {"train": parse_train, "prune": parse_prune, "finetune": parse_finetune, "apply": apply.parse}
+PARSERS |= {"evaluate": evaluate.parse, "pack": pack.parse, "serve": serve.parse}
+
+
 def parse(command: str, *arguments: str) -> None:
-    """What the command does with its arguments before it loads anything."""
-    match command:
-        case name if name in COMMANDS and not arguments:
-            pass  # its name in a sentence
-        case "train":
-            parse_train(list(arguments))
-        case "prune":
-            assert arguments == ("--list",) or parse_prune(list(arguments))
-        case "finetune":
-            parse_finetune(list(arguments))
-        case "evaluate":
-            evaluate.parse(list(arguments))
-        case "apply":
-            apply.parse(list(arguments))
-        case "pack":
-            pack.parse(list(arguments))
-        case "serve":
-            serve.parse(list(arguments))
-        case "report":
-            assert len(arguments) == 1
-        case _:
-            assert command == "COMMAND"
+    """What the command does with its arguments before it loads anything; without any it is a name in a sentence."""
+    assert command in (*COMMANDS, "COMMAND")
+    if command == "report":
+        assert len(arguments) <= 1
+    elif arguments not in ((), ("--list",)) and command != "COMMAND":
+        PARSERS[command](list(arguments))
 
 
 @each_page
@@ -196,37 +184,27 @@ def known_flags() -> set[str]:
     return flags | FLAGS_OF_OTHERS | set(re.findall(r"--[a-z][\w-]*", sources))
 
 
-@each_page
-def test_flags_exist(page, known_flags):
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"pip install.*", "", read(page))))
-    assert named <= known_flags
+@pytest.fixture(scope="module")
+def code() -> str:
+    """What may read a variable of the environment."""
+    folders = ("proxsparse", "csrc", "benchmarks", "tests")
+    files = [path for folder in folders for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    return "\n".join(map(read, [*files, ROOT / "setup.py"]))
 
 
 @each_page
-def test_named_files_exist(page):
-    text = read(page)
+def test_what_is_named_exists(page, known_flags, code):
+    """Flags, variables, files, links, and functions: `run/folder.py: opened` is a file of the package and one in it."""
+    text, package = read(page), ROOT / "proxsparse"
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"pip install.*", "", text))) <= known_flags
+    assert not [name for name in re.findall(r"PROXSPARSE_[A-Z_]+", text) if name not in code]
     folders = "proxsparse|csrc|benchmarks|tests|docs|examples|triton_kernels"
     named = set(re.findall(rf"`((?:{folders})/[\w./-]+?\.\w+)`", text))
     links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:\s]+)[^):\s]*\)", text)}
-    missing = [path for path in {ROOT / name for name in named} | links if not path.exists()]
-    assert not missing
-
-
-@each_page
-def test_named_functions_exist(page):
-    """`run/folder.py: opened` is a file of the package, and a function in it."""
-    package = ROOT / "proxsparse"
-    for folder, file, function in re.findall(r"`([a-z]+)/([\w/]+\.py)(?:: (\w+))?`", read(page)):
+    assert not [path for path in {ROOT / name for name in named} | links if not path.exists()]
+    for folder, file, function in re.findall(r"`([a-z]+)/([\w/]+\.py)(?:: (\w+))?`", text):
         if (package / folder).is_dir():
             assert f"def {function}" in read(package / folder / file)
-
-
-@each_page
-def test_environment_variables_exist(page):
-    folders = ("proxsparse", "csrc", "benchmarks", "tests")
-    files = [path for folder in folders for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")]
-    code = "\n".join(map(read, [*files, ROOT / "setup.py"]))
-    assert not [name for name in re.findall(r"PROXSPARSE_[A-Z_]+", read(page)) if name not in code]
 
 
 def test_the_readme_is_short():

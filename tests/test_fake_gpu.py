@@ -4,7 +4,6 @@ import pytest
 import torch
 from fake_gpu import fake_gpu, waits_of_step
 from pruned import pruned_model
-from tiny_models import save_texts, save_tiny_model
 
 from proxsparse import sparsify_, train
 from proxsparse.io.mask_files import load_masks, masks_sha256
@@ -32,12 +31,10 @@ def test_waits_are_counted():
     assert gpu.waits == {f"{name}: test_fake_gpu test_waits_are_counted": 1 for name in names}
 
 
-def test_a_training_run(tmp_path, monkeypatch):
+def test_a_training_run(tiny_llama, text_file, tmp_path, monkeypatch):
     """The masks are the CPU's. A step waits once in transformers for each forward pass; a step that is logged also for
     the loss, the norm and the monitor."""
-    save_tiny_model("llama", tmp_path / "model")
-    save_texts(tmp_path / "text.jsonl", documents=20)
-    flags = f"--model {tmp_path}/model --data {tmp_path}/text.jsonl --eval_data none --num_samples 4 --seq_len 32"
+    flags = f"--model {tiny_llama} --data {text_file} --eval_data none --num_samples 4 --seq_len 32"
     flags, masks = [*flags.split(), "--precision", "mixed"], []
     for device in ("cpu", "cuda"):
         with fake_gpu():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import gpu_run
 import pytest
+from commands import call
 from lib import common
 
 
@@ -54,7 +55,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(folders):
     (results / "speed.jsonl").write_text('{"other": 1}\n')  # another checkout
     (results / "gpu_run.jsonl").unlink()
     for _ in range(2):  # rows are added once
-        assert gpu_run.main(["take", str(out / "gpu_run.tar.gz")]) == 0
+        call(gpu_run.main, "take", out / "gpu_run.tar.gz")
         assert (results / "speed.jsonl").read_text() == '{"other": 1}\n{"new": 1}\n'
         assert len((results / "gpu_run.jsonl").read_text().splitlines()) == len(parts)
 

@@ -135,13 +135,10 @@ def test_what_is_saved_is_what_was_measured(model):
     assert set(dict(model.named_parameters())) == set(pretrained)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(model, checkpointing):
+def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(model):
     layers = prunable_layers(model)
     learned = under_masks(layers)
     model.train()
-    if checkpointing:
-        loop.switch_checkpointing(model, "enable", {"use_reentrant": False})
     documents = [torch.randint(3, 50, (length,)).tolist() for length in (12, 5)]
     loss = loop.backward(model, [collate([document], 0) for document in documents], None, partial(training_loss, model))
     found = {name: layer.weight.grad.clone() for name, layer in layers.items()}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import call, pruned
 from tiny_models import save_texts, save_tiny_model
 
 from proxsparse import finetune, prune, train
@@ -88,20 +89,18 @@ def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_
 
     run, main, parse = ["--model", str(model)], train.main, parse_train
     if command == "finetune":
-        few = ["--num_samples", "4", "--seq_len", "16", "--max_steps", "1", "--eval_data", "none"]
-        assert train.main([*run, *few, "--output_dir", str(tmp_path / "pruned")]) == 0
-        run, main, parse = [str(tmp_path / "pruned")], finetune.main, parse_finetune
+        run, main, parse = [str(pruned(model, tmp_path / "pruned"))], finetune.main, parse_finetune
     run += f"{flags} --device cpu --seq_len 32 --num_samples 16 --max_steps 2 --eval_data none".split()
     monkeypatch.setattr(loop, "update_all", update)
-    assert main([*run, "--output_dir", str(tmp_path / "run")]) == 0
+    call(main, *run, "--output_dir", tmp_path / "run")
     planned = memory.Plan(parse(run)).memory()
     assert {what: planned["host"].get(what, 0) for what in held} == held
     written = headers(sorted((tmp_path / "run").glob("*.safetensors"))).values()
     assert planned["disk"]["model and masks"] == sum(header.size for header in written)
 
 
-def test_eight_devices_share_what_is_held(tmp_path):
-    plan = plan_of(save_tiny_model("llama", tmp_path), device="cuda", gradient_accumulation_steps=2, precision="fp32")
+def test_eight_devices_share_what_is_held(tiny_llama):
+    plan = plan_of(tiny_llama, device="cuda", gradient_accumulation_steps=2, precision="fp32")
     one, eight = (plan.memory(count)["device"] for count in (1, 8))
     for name in ("weights", "W0", "learned weights", "moments"):
         assert one[name] == 8 * eight[name] > 0
@@ -109,26 +108,25 @@ def test_eight_devices_share_what_is_held(tmp_path):
     assert "gathered" in eight.keys() - one.keys()
 
 
-def test_the_plan_has_the_larger_parts_of_the_loss_on_a_gpu(tmp_path, monkeypatch):
+def test_the_plan_has_the_larger_parts_of_the_loss_on_a_gpu(tiny_llama, monkeypatch):
     flags = {"device": "cuda", "precision": "fp32", "per_device_train_batch_size": 8}  # 512 tokens
-    plan = plan_of(save_tiny_model("llama", tmp_path), **flags)
+    plan = plan_of(tiny_llama, **flags)
     all_rows = plan.memory()["device"]["logits"]
     monkeypatch.setattr("proxsparse.training.loss.GPU_BYTES", 0)
     assert all_rows - plan.memory()["device"]["logits"] == 2 * 4 * (512 - 256) * plan.vocabulary
 
 
 @pytest.mark.parametrize("main", [train.main, finetune.main])
-def test_the_plan_is_printed_and_nothing_else_happens(main, tmp_path, monkeypatch, capsys):
-    model = save_tiny_model("llama", tmp_path / "model")
+def test_the_plan_is_printed_and_nothing_else_happens(main, tiny_llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(job, "load_model", None)
     monkeypatch.chdir(tmp_path)
-    flags = ["--model", str(model)] if main is train.main else [str(model), "--distill", "0"]
-    assert main([*flags, "--plan", "--seq_len", "64", "--device", "cuda"]) == 0
+    flags = ["--model", tiny_llama] if main is train.main else [tiny_llama, "--distill", "0"]
+    call(main, *flags, "--plan", "--seq_len", "64", "--device", "cuda")
     printed = capsys.readouterr().out
     assert "2 decoder blocks; 14 layers" in printed
     assert re.search(r"device +moments .*\ndevice", printed)
     assert [line.split()[0] for line in printed.splitlines() if " total " in line] == ["device", "host", "disk"]
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -193,8 +191,8 @@ def test_the_free_memory_is_known():
     assert 10**8 < memory.free_memory(torch.device("cpu"))["host"] < 10**14
 
 
-def test_a_model_without_a_plan_is_not_checked(tmp_path, monkeypatch):
-    flags = parse_train(["--model", str(save_tiny_model("llama", tmp_path / "model"))])
+def test_a_model_without_a_plan_is_not_checked(tiny_llama, monkeypatch):
+    flags = parse_train(["--model", str(tiny_llama)])
     monkeypatch.setattr(memory, "Plan", lambda args: args.no_such_flag)
     memory.require_memory(flags, torch.device("cpu"), tmp_path)
 

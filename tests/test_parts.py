@@ -7,6 +7,7 @@ import math
 import pytest
 import tiny_models
 import torch
+from methods.layer_cases import hooked_inputs
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -122,19 +123,15 @@ def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
 
 def test_activation_scaling_is_the_equation_and_ignores_padding_and_further_samples():
     model = tiny_models.tiny_model("llama")
-    layers, inputs = prunable_layers(model), {}
+    layers = prunable_layers(model)
     documents = [torch.randint(3, 260, (1, length)) for length in (9, 5)]
     batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in documents]
     padded = {name: torch.nn.functional.pad(row, (0, 4)) for name, row in batches[0].items()}
     first = [activation_scaling(model, layers, some, samples) for some, samples in ((batches, 1), ([padded], 8))]
     assert all(torch.equal(first[0][name], first[1][name]) for name in layers)
+    scaling, inputs = activation_scaling(model, layers, batches, samples=2), hooked_inputs(model, batches)
     for name, layer in layers.items():
-        layer.register_forward_hook(
-            lambda _, args, __, name=name: inputs.setdefault(name, []).append(args[0].flatten(0, -2).double())
-        )
-    scaling = activation_scaling(model, layers, batches, samples=2)
-    for name, layer in layers.items():
-        norms = torch.cat(inputs[name]).norm(dim=0)
+        norms = torch.cat(inputs[name]).double().norm(dim=0)
         expected = norms / (layer.weight.double().abs() * norms).mean()
         torch.testing.assert_close(scaling[name].double(), expected, rtol=1e-5, atol=0)
         assert (layer.weight * scaling[name]).abs().mean().item() == pytest.approx(1, rel=1e-5)

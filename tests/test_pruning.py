@@ -9,15 +9,17 @@ from functools import partial
 
 import pytest
 import torch
-from front_door import FEW, TEXTS, TOKENS, weights_of
+from commands import run
 from pruned import prune_ as prune_by_magnitude
-from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
+from tiny_models import FEW, TEXTS, TOKENS, byte_tokenizer, tiny_model
 from torch.utils.data import DataLoader, TensorDataset
 
 import proxsparse
 from proxsparse import prune
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import recorded_masks
+from proxsparse.models.loading import load_model
+from proxsparse.models.snap import copy_weights
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.signals import SIGNALS
 from proxsparse.training import loop
@@ -97,16 +99,12 @@ def test_an_endless_iterator_is_read_only_as_far_as_needed(item, model, tokenize
     assert_pruned(model, proxsparse.prune_(model, "wanda", itertools.repeat(item), tokenizer, **FEW))
 
 
-def test_the_command_and_the_function_give_the_same_masks(tmp_path):
-    folder, text = save_tiny_model("llama", tmp_path / "model"), save_texts(tmp_path / "text.jsonl")
-    data = ["--data", str(text), "--num_samples", "4", "--seq_len", "32", "--seed", "7"]
-    flags = ["--method", "sparsegpt", "--damping", "0.1", "--model", str(folder), "--output_dir", str(tmp_path / "run")]
-    assert prune.main([*flags, *data, "--eval_data", "none", "--precision", "fp32"]) == 0
-    from proxsparse.models.loading import load_model
-
-    model, tokenizer = load_model(str(folder), torch.float32)
-    masks = proxsparse.prune_(model, "sparsegpt", str(text), tokenizer, damping=0.1, seed=7, **FEW)
-    expected = proxsparse.load_masks(tmp_path / "run" / "masks.safetensors")
+def test_the_command_and_the_function_give_the_same_masks(tiny_llama, text_file, tmp_path):
+    flags = ["--method", "sparsegpt", "--damping", 0.1, "--num_samples", 4, "--seed", 7, "--precision", "fp32"]
+    run(prune.main, tiny_llama, text_file, tmp_path, *flags)
+    model, tokenizer = load_model(str(tiny_llama), torch.float32)
+    masks = proxsparse.prune_(model, "sparsegpt", str(text_file), tokenizer, damping=0.1, seed=7, **FEW)
+    expected = proxsparse.load_masks(tmp_path / "masks.safetensors")
     assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
 
 
@@ -129,7 +127,7 @@ def test_a_model_of_several_patterns_is_tuned_and_keeps_them(model, tokenizer):
     ],
 )
 def test_an_error_leaves_the_model_as_before(method, owner, model, tokenizer, monkeypatch):
-    before, calls = weights_of(model), iter(range(100))
+    before, calls = copy_weights(model), iter(range(100))
 
     def fail_late():
         raise OSError("gone")
@@ -139,7 +137,7 @@ def test_an_error_leaves_the_model_as_before(method, owner, model, tokenizer, mo
     monkeypatch.setattr(owner, lambda *a, **k: fail_late() if next(calls) == 2 else original(*a, **k))
     with pytest.raises(OSError, match="gone"):
         proxsparse.prune_(model, method, TEXTS, tokenizer, **FEW)
-    after = weights_of(model)
+    after = copy_weights(model)
     assert after.keys() == before.keys()
     assert all(torch.equal(weight, before[name]) for name, weight in after.items())
     assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
@@ -147,7 +145,7 @@ def test_an_error_leaves_the_model_as_before(method, owner, model, tokenizer, mo
 
 @pytest.mark.parametrize("method", ["proxsparse", "finetune"])
 def test_ctrl_c_during_a_training_leaves_a_valid_model(method, model, tokenizer, monkeypatch):
-    before, steps, step = weights_of(model), [], loop.train_step
+    before, steps, step = copy_weights(model), [], loop.train_step
 
     def interrupted(*given):
         steps.append(os.kill(os.getpid(), signal.SIGINT))
@@ -255,7 +253,7 @@ def test_the_modes_gradients_and_random_state_of_the_caller_change_nothing(token
 def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
     dense, model = tiny_model("llama"), tiny_model("llama")
     masks = proxsparse.prune_(model, "magnitude", include=["mlp"])
-    before = weights_of(model)
+    before = copy_weights(model)
     found = proxsparse.finetune_(model, dense, TEXTS, tokenizer, num_samples=8, seq_len=32, learning_rate=1e-2)
     assert found.keys() == masks.keys()
     assert_pruned(model, masks)
@@ -298,7 +296,7 @@ def test_of_a_generator_without_end_the_first_documents_are_measured(model, toke
 
 
 def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
-    before = weights_of(model)
+    before = copy_weights(model)
     masks = proxsparse.prune_(model, "wanda", TEXTS, tokenizer, **FEW)
     proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
     again = tiny_model("llama")
@@ -309,15 +307,13 @@ def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
 
 
 def test_masks_of_several_patterns_to_a_file_and_back(tmp_path):
-    pattern = {"q_proj": "1:4", "k_proj": "4:8", "v_proj": "6:8", "o_proj": "2:8"}
-    model = tiny_model("llama")
-    linears = [name for name, module in model.named_modules() if name.rpartition(".")[2] in pattern]
-    masks = proxsparse.prune_(
-        model, "magnitude", include=["self_attn"], pattern={n: pattern[n.rpartition(".")[2]] for n in linears}
-    )
+    of_kind, model = {"q_proj": "1:4", "k_proj": "4:8", "v_proj": "6:8", "o_proj": "2:8"}, tiny_model("llama")
+    kinds = {name: name.rpartition(".")[2] for name, _ in model.named_modules()}
+    patterns = {name: of_kind[kind] for name, kind in kinds.items() if kind in of_kind}
+    masks = proxsparse.prune_(model, "magnitude", include=["self_attn"], pattern=patterns)
     proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
     found, _ = recorded_masks(tmp_path)
-    assert {name: str(each) for name, each in found.items()} == {n: pattern[n.rpartition(".")[2]] for n in linears}
+    assert {name: str(pattern) for name, pattern in found.items()} == patterns
 
 
 def test_a_class_without_a_file_is_pruned(model):

@@ -4,39 +4,18 @@ import copy
 
 import pytest
 import torch
-from front_door import FEW, TEXTS, TOKENS, weights_of
 from pruned import prune_ as prune_by_magnitude
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import FEW, TEXTS, TOKENS, byte_tokenizer, tiny_model
 
 import proxsparse
 from proxsparse.errors import InputError
-
-
-def masked_encoder():
-    from transformers import DistilBertConfig, DistilBertForMaskedLM
-
-    return DistilBertForMaskedLM(DistilBertConfig(vocab_size=260, dim=32, hidden_dim=64, n_layers=1, n_heads=2))
-
-
-def with_a_decoder():
-    from transformers import M2M100Config, M2M100ForConditionalGeneration
-
-    sizes = {f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
-    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    return M2M100ForConditionalGeneration(M2M100Config(vocab_size=260, d_model=32, **sizes))
+from proxsparse.models.snap import copy_weights
 
 
 def enlarged(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens([f"<{number}>" for number in range(9)])
     return tokenizer
-
-
-def encoder():
-    from transformers import BertConfig, BertLMHeadModel
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertLMHeadModel(BertConfig(vocab_size=260, **sizes))
 
 
 def with_adapter(model):
@@ -71,6 +50,10 @@ def tunes(teacher=lambda m: None, **options):
     return lambda m, t: proxsparse.finetune_(prune_by_magnitude(m), teacher(m), TEXTS, t, **options)
 
 
+def saves(masks, pattern=None, file="none"):
+    return lambda m, t: proxsparse.save_masks(file, masks, pattern)
+
+
 @torch.inference_mode()
 def in_inference_mode(model, tokenizer):
     proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer)
@@ -79,7 +62,7 @@ def in_inference_mode(model, tokenizer):
 REFUSALS = {
     "no data": (prunes("proxsparse"), "data=None: method 'proxsparse' needs calibration text"),
     "no form": (prunes("wanda", 5), "data=5: give the name of a source"),
-    "no directory": (lambda m, t: proxsparse.save_masks("none/m", {"a": TOKENS[0]}), "there is no directory none"),
+    "no directory": (saves({"a": TOKENS[0]}, file="none/m"), "there is no directory none"),
     "empty": (prunes("wanda", []), "data: it is empty"),
     "no tokenizer": (prunes("wanda", TEXTS, tokenizer=False), "tokenizer=None: texts need the tokenizer"),
     "mixed": (prunes("wanda", ["a", 1]), "data: 1 is not text"),
@@ -118,22 +101,17 @@ REFUSALS = {
     "long text": (prunes("wanda", "word " * 99), "a text, not the name of a source; give a list of texts"),
     "none": (prunes("wanda", [None]), "data: an item of type NoneType"),
     "name of a teacher": (tunes(lambda m: "gpt2"), "teacher='gpt2': not a model; give the dense model"),
-    "masked": (lambda m, t: proxsparse.perplexity(masked_encoder(), t, TEXTS), "is not a causal decoder"),
-    "encoder and decoder": (lambda m, t: proxsparse.prune_(with_a_decoder(), "magnitude"), "is not a causal decoder"),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
         "masks: layer model.layers.0.mlp.up_proj has torch.uint8 [2, 2]; give torch.bool [",
     ),
     "masks of a vector": (
-        lambda m, t: proxsparse.save_masks("none", {"a": torch.arange(8) % 4 < 2}, "2:4"),
+        saves({"a": torch.arange(8) % 4 < 2}, "2:4"),
         "masks: layer a has torch.bool [8]; give torch.bool [",
     ),
-    "arrays as masks": (
-        lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(4, 4).numpy()}, "2:4"),
-        "masks: layer a has ndarray; give torch.bool [",
-    ),
+    "arrays as masks": (saves({"a": torch.ones(4, 4).numpy()}, "2:4"), "masks: layer a has ndarray; give torch.bool ["),
     "masks to a directory": (
-        lambda m, t: proxsparse.save_masks(".", {"a": (torch.arange(8) % 4 < 2)[None]}),
+        saves({"a": (torch.arange(8) % 4 < 2)[None]}, file="."),
         ".: a directory; give the name of a file in it",
     ),
     "inference mode": (in_inference_mode, "model: cannot be changed in torch.inference_mode(); load it, and call"),
@@ -151,7 +129,6 @@ REFUSALS = {
     "unknown layer": (prunes("magnitude", pattern={"lm_head": "2:4"}), "layer lm_head: no such nn.Linear to prune"),
     "no layer": (lambda m, t: proxsparse.prune_(without_layers(tiny_model("llama"))), "no layer to prune: 0 nn.Linear"),
     "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),
-    "encoder": (lambda m, t: proxsparse.prune_(encoder(), "magnitude"), "is not a causal decoder"),
     "tuples": (lambda m, t: proxsparse.prune_(with_tuples(m), "wanda", TEXTS, t), "model: returns tuples"),
     "tuples, perplexity": (
         lambda m, t: proxsparse.perplexity(with_tuples(m), t, TEXTS),
@@ -178,9 +155,9 @@ REFUSALS = {
         "teacher: shares weights with the model, which change; load the dense model again",
     ),
     "perplexity": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, seq_len=1), "seq_len 1: must be at least 2"),
-    "no masks": (lambda m, t: proxsparse.save_masks("none", {}), "masks={}: no layer"),
+    "no masks": (saves({}), "masks={}: no layer"),
     "masks": (
-        lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(1, 4, dtype=torch.bool)}),
+        saves({"a": torch.ones(1, 4, dtype=torch.bool)}),
         "masks: the pattern of layer a is not given, nor clear from its zeros; give pattern=",
     ),
 }
@@ -189,12 +166,12 @@ REFUSALS = {
 @pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals_name_the_argument_and_leave_the_model(call, message):
     model, tokenizer = tiny_model("llama"), byte_tokenizer()
-    before = weights_of(model)
+    before = copy_weights(model)
     with pytest.raises(InputError) as raised:
         call(model, tokenizer)
     assert message in str(raised.value)
     assert "--" not in str(raised.value)
-    after = weights_of(model)
+    after = copy_weights(model)
     assert "teacher" in message or all(torch.equal(after[name], weight) for name, weight in before.items())
 
 

@@ -114,9 +114,8 @@ def test_shared_results_do_not_name_the_folders_of_this_machine():
 
 
 def test_names_that_are_not_utf8_are_shown(tmp_path):
-    assert "proxsparse train ?.jsonl" in written(
-        make_run(tmp_path, rows(2), result(command="proxsparse train \udcff.jsonl"))
-    )
+    folder = make_run(tmp_path, rows(2), result(command="proxsparse train \udcff.jsonl"))
+    assert "proxsparse train ?.jsonl" in written(folder)
 
 
 def test_a_running_run_says_so(tmp_path, plots):

@@ -4,25 +4,23 @@ import pytest
 import studies
 import torch
 from lib import common, runs
-from tiny_models import save_texts, save_tiny_model
 
 from proxsparse.errors import InputError
 from proxsparse.optim import ProxAdamW
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
+def command(tiny_llama, text_file, tmp_path, monkeypatch):
     """command(name, *flags) -> the rows of the study, and how often the job was run so far."""
     monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
     started, results = [], tmp_path / "rows.jsonl"
     prune = runs.job.prune
     monkeypatch.setattr(runs.job, "prune", lambda args: started.append(args) or prune(args))
-    text, model = str(save_texts(tmp_path / "text.jsonl")), str(save_tiny_model("llama", tmp_path / "model"))
-    shared = ["--model", model, "--data", text, "--eval_data", text, "--device", "cpu", "--num_samples", "8"]
-    shared += ["--seq_len", "64", "--eval_seq_len", "64", "--eval_max_windows", "2", "--objective", "paper"]
+    shared = f"--model {tiny_llama} --data {text_file} --eval_data {text_file} --device cpu --num_samples 8 "
+    shared += "--seq_len 64 --eval_seq_len 64 --eval_max_windows 2 --objective paper"
 
     def call(name, *flags):
-        studies.main([name, "--output_dir", str(tmp_path / "out"), "--results", str(results), *shared, *flags])
+        studies.main([name, "--output_dir", str(tmp_path / "out"), "--results", str(results), *shared.split(), *flags])
         return {row["cell"]: row for row in common.read_rows(results) if row["study"] == name}, len(started)
 
     return call

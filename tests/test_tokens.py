@@ -33,9 +33,8 @@ def samples_of(given) -> list[list[int]]:
 @pytest.mark.parametrize("special", [{"eos_token": "</s>"}, {"eos_token": "</s>", "bos_token": "<s>"}])
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("num_samples", [2, 9, 11])
-def test_a_store_that_is_stopped_at_any_document_continues_to_the_same_samples(
-    special, packing, num_samples, tmp_path, small_blocks
-):
+def test_a_stopped_store_continues_to_the_same_samples(special, packing, num_samples, tmp_path, small_blocks):
+    """At whatever document it is stopped."""
     texts = [words(4 * i, 2 + i % 5) for i in range(12)] + [" ", "w1"]
     tokenizer, counted = word_tokenizer(**special), []
     arguments = {"num_samples": num_samples, "seq_len": 4, "batch_size": 2, "packing": packing}

@@ -41,6 +41,9 @@ PADDED = {  # a batch of two documents, one of them padded
     "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
     "labels": torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100]]),
 }
+TEXTS = [f"Document {i}. The quick brown fox jumps over the lazy dog. " * 3 for i in range(20)]
+TOKENS = [torch.arange(i, i + 32) for i in range(8)]
+FEW = {"num_samples": 4, "seq_len": 32}
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **more):

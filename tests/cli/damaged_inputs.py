@@ -5,7 +5,7 @@ import os
 import shutil
 
 import torch
-from commands import pruned
+from commands import call, pruned
 from pruned import pruned_model
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, save_texts, save_tiny_model
@@ -83,7 +83,7 @@ def make_places(folder):
     save_tiny_model("llama", folder / "other-vocabulary", vocab_size=300)
     pruned(dense, folder / "pruned")
     (pruned(dense, folder / "3of4", "--pattern", "3:4") / "masks.safetensors").unlink()
-    assert pack.main([str(folder / "pruned"), "--output_dir", str(folder / "packed")]) == 0
+    call(pack.main, folder / "pruned", "--output_dir", folder / "packed")
     for source, damages in ((dense, DENSE), (folder / "pruned", PRUNED)):
         for name, damage in damages.items():
             damage(shutil.copytree(source, folder / name))

@@ -4,17 +4,17 @@ import json
 import shutil
 
 import pytest
-from commands import refused
+from commands import call, refused, result_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from proxsparse import apply, finetune, pack
+from proxsparse import apply
 from proxsparse.io.mask_files import recorded_masks
 
 
 def applied(base, masks, target, *flags):
     """The folder `target`, which apply has written."""
-    assert apply.main([str(base), str(masks), "--output_dir", str(target), *flags]) == 0
+    call(apply.main, base, masks, "--output_dir", target, *flags)
     return target
 
 
@@ -30,18 +30,10 @@ def test_the_same_model_as_that_of_the_run(place, pruned_dir, tiny_llama, tmp_pa
     assert recorded_masks(folder) == recorded_masks(pruned_dir)
     written = {path.name for path in pruned_dir.iterdir()} - {"result.json", "config.yaml"}
     assert {path.name for path in folder.iterdir()} == written
-    card, digest = (folder / "README.md").read_text(), json.loads((pruned_dir / "result.json").read_text())
+    card, digest = (folder / "README.md").read_text(), result_of(pruned_dir)
     assert "2:4 in 14 linear layers. The kept weights\nare the pretrained ones" in card
     assert digest["masks_sha256"] in card
     assert str(tiny_llama.parent) not in card
-
-
-def test_the_result_can_be_packed_and_fine_tuned(pruned_dir, tiny_llama, text_file, tmp_path):
-    folder = applied(tiny_llama, pruned_dir, tmp_path / "model")
-    assert pack.main([str(folder), "--output_dir", str(tmp_path / "packed")]) == 0
-    quick = ["--num_samples", "8", "--seq_len", "32", "--max_steps", "1", "--eval_data", "none"]
-    flags = ["--data", str(text_file), "--output_dir", str(tmp_path / "tuned"), *quick]
-    assert finetune.main([str(folder), *flags]) == 0  # it finds the teacher
 
 
 def test_masks_of_a_fine_tuned_model_give_the_pretrained_weights_and_say_so(pruned_dir, tiny_llama, tmp_path, capsys):

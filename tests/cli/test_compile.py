@@ -1,13 +1,11 @@
 """--compile: the same losses and masks up to rounding; the model is as before afterwards."""
 
-import json
 from collections import Counter
 
 import pytest
 import torch
-from commands import pruned, refused
+from commands import pruned, refused, rows_in
 from safetensors.torch import load_file
-from tiny_models import save_texts, save_tiny_model
 from torch._dynamo.utils import counters
 
 import proxsparse
@@ -18,11 +16,10 @@ pytestmark = pytest.mark.slow
 QUICK = "--num_samples 6 --seq_len 32 --precision fp32 --eval_data none"
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
+@pytest.fixture
+def inputs(tiny_llama, text_file):
     """The flags of the model and of the text."""
-    folder = tmp_path_factory.mktemp("inputs")
-    return ["--model", str(save_tiny_model("llama", folder / "model"))], ["--data", str(save_texts(folder / "t.jsonl"))]
+    return ["--model", str(tiny_llama)], ["--data", str(text_file)]
 
 
 @pytest.fixture
@@ -52,7 +49,7 @@ def test_compiled_losses_match_eager(flags, most, inputs, graphs, tmp_path):
         folder = tmp_path / name
         more = ["--compile"] if name == "compiled" else []
         assert main([*model, *flags, *more, "--output_dir", str(folder)]) == 0
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = rows_in(folder / "metrics.jsonl")
         losses.append([row["loss"] for row in rows])
         weights.append(load_file(folder / "model.safetensors"))
         assert (graphs() > 0) == bool(more), graphs()

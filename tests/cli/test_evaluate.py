@@ -1,12 +1,11 @@
 """proxsparse.evaluate: several texts, masks, JSON; what it refuses. Tasks are in evaluation/test_zero_shot.py."""
 
 import io
-import json
 import sys
 
 import pytest
 import torch
-from commands import refused, run
+from commands import call, refused, rows_in, rows_printed, run
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from proxsparse import evaluate, prune
@@ -23,20 +22,6 @@ def other_text(tmp_path_factory):
     return path
 
 
-def score(*arguments):
-    assert evaluate.main(list(map(str, arguments))) == 0
-
-
-def rows_in(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def rows(capsys, *arguments):
-    """The rows that the command prints as JSON."""
-    score(*arguments, "--json")
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
 def fails(capsys, arguments, *words):
     """The command must print nothing but the error and its phases."""
     phases = ("loading ", "checking the weights", "digest of the weights", "reading ")
@@ -49,28 +34,28 @@ def magnitude_masks(model):
 
 
 def test_several_texts_as_json_and_as_sentences(tiny_llama, text_file, other_text, tmp_path, capsys):
-    both = rows(capsys, tiny_llama, "--data", text_file, other_text, "--seq_len", 64)
-    each = [rows(capsys, tiny_llama, "--data", text, "--seq_len", 64) for text in (text_file, other_text)]
+    both = rows_printed(capsys, tiny_llama, "--data", text_file, other_text, "--seq_len", 64)
+    each = [rows_printed(capsys, tiny_llama, "--data", text, "--seq_len", 64) for text in (text_file, other_text)]
     assert both == [row for only in each for row in only]
     assert [row["data"] for row in both] == [str(text_file), str(other_text)]
     assert all(row["windows"] * 64 == row["tokens"] and 1 < row["perplexity"] < 1000 for row in both)
     flags = [tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--max_windows", 2]
-    score(*flags, "--json", tmp_path / "scores.jsonl")
+    call(evaluate.main, *flags, "--json", tmp_path / "scores.jsonl")
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2
     assert f"{text_file}: 2 windows of 64 tokens" in printed[0]
-    assert rows_in(tmp_path / "scores.jsonl") == rows(capsys, *flags)
+    assert rows_in(tmp_path / "scores.jsonl") == rows_printed(capsys, *flags)
 
 
 def test_the_row_says_where_bos_stands(tmp_path, text_file, capsys):
     folder = save_tiny_model("gemma2-mixed", tmp_path / "gemma")
     data = [folder, "--data", text_file, "--seq_len", 64]
-    (without,) = rows(capsys, *data)
+    (without,) = rows_printed(capsys, *data)
     byte_tokenizer(bos=True).save_pretrained(folder)
-    found = {row["bos"]: row for flags in ([], ["--bos", "first"]) for row in rows(capsys, *data, *flags)}
+    found = {row["bos"]: row for flags in ([], ["--bos", "first"]) for row in rows_printed(capsys, *data, *flags)}
     assert set(found) == {"each", "first"}
     assert len({row["perplexity"] for row in (without, *found.values())}) == 3
-    score(*data)
+    call(evaluate.main, *data)
     assert "64 tokens, bos before each" in capsys.readouterr().out
     result = run(prune.main, folder, text_file, tmp_path / "run", "--method", "magnitude", "--eval_bos", "first")
     assert result["perplexity"]["bos"] == "first"
@@ -86,8 +71,8 @@ def test_a_mask_is_judged_without_a_checkpoint(tiny_llama, text_file, tmp_path, 
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "pruned")
     data = ["--data", text_file, "--seq_len", 64]
-    (masked,) = rows(capsys, tiny_llama, "--masks", file, *data)
-    (pruned,), (dense,) = (rows(capsys, folder, *data) for folder in (tmp_path / "pruned", tiny_llama))
+    (masked,) = rows_printed(capsys, tiny_llama, "--masks", file, *data)
+    (pruned,), (dense,) = (rows_printed(capsys, folder, *data) for folder in (tmp_path / "pruned", tiny_llama))
     assert masked["perplexity"] == pruned["perplexity"] != dense["perplexity"]
     assert len(masked["masks_sha256"]) == 64
 
@@ -98,9 +83,10 @@ def test_what_was_measured_before_an_interruption_is_kept(tiny_llama, text_file,
 
     results = iter([evaluate.perplexity, interrupted])
     monkeypatch.setattr(evaluate, "perplexity", lambda *arguments: next(results)(*arguments))
+    scores = tmp_path / "scores.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        score(tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--json", tmp_path / "scores.jsonl")
-    assert [row["data"] for row in rows_in(tmp_path / "scores.jsonl")] == [str(text_file)]
+        call(evaluate.main, tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--json", scores)
+    assert [row["data"] for row in rows_in(scores)] == [str(text_file)]
 
 
 def test_a_row_that_cannot_be_printed_is_in_the_file(tmp_path, monkeypatch):
@@ -117,13 +103,13 @@ def test_masks_that_belong_to_other_weights_are_refused(text_file, tmp_path, cap
     identity = base_identity("Qwen/Qwen2.5", model) | {"base_revision": "0a1b"}
     save_masks(file := tmp_path / "masks.safetensors", magnitude_masks(model), "2:4", **identity)
     data = ["--masks", file, "--data", text_file, "--seq_len", 64]
-    same = rows(capsys, folder, *data)  # under another name, and in another dtype
-    assert same[0].keys() == rows(capsys, folder, *data, "--precision", "bf16")[0].keys()
+    same = rows_printed(capsys, folder, *data)  # under another name, and in another dtype
+    assert same[0].keys() == rows_printed(capsys, folder, *data, "--precision", "bf16")[0].keys()
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
     model.save_pretrained(folder)
     fails(capsys, [folder, *data], "belong to 'Qwen/Qwen2.5' at revision 0a1b", "--allow_other_base")
-    assert rows(capsys, folder, *data, "--allow_other_base")[0]["perplexity"] > 0
+    assert rows_printed(capsys, folder, *data, "--allow_other_base")[0]["perplexity"] > 0
 
 
 def test_without_lm_eval_the_command_that_installs_it_is_named(capsys, monkeypatch):

@@ -2,7 +2,6 @@
 
 import errno
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from commands import QUICK, refused
+from commands import QUICK, call, refused, result_of
 
 from proxsparse import __main__, apply, env, evaluate, finetune, pack, prune, report, serve, train
 from proxsparse._start import COMMANDS
@@ -140,9 +139,9 @@ def test_home_is_expanded_where_the_shell_does_not(monkeypatch, tmp_path, tiny_l
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text("method: magnitude\neval_data: none\nmodel: ~/model\n")
     (tmp_path / "model").symlink_to(tiny_llama)
-    assert prune.main(["--config=~/c.yaml", "--output_dir=~/run"]) == 0
-    assert pack.main(["~/run", "--output_dir=~/packed"]) == 0
-    assert apply.main(["~/model", "~/run", "--output_dir=~/applied"]) == 0
+    call(prune.main, "--config=~/c.yaml", "--output_dir=~/run")
+    call(pack.main, "~/run", "--output_dir=~/packed")
+    call(apply.main, "~/model", "~/run", "--output_dir=~/applied")
     options = evaluate.parse(["~/model", "--masks=~/m", "--json=~/j"])
     assert (options.masks, options.json) == (f"{tmp_path}/m", f"{tmp_path}/j")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["applied", "c.yaml", "model", "packed", "run"]
@@ -199,7 +198,7 @@ def test_env_names_versions_compilers_backends_and_what_to_do(monkeypatch, capsy
     monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing; remedy: apt install g++")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert env.TYPICAL_ARGUMENTS.keys() == {*registry._kernels} - {"sparse_linear"}
-    assert env.main([]) == 0
+    call(env.main)
     printed = capsys.readouterr().out
     for words in (f"torch {version('torch')}", "Python 3.", "transformers ", "triton ", "CUDA ", "ROCm ", "nvcc "):
         assert words in printed
@@ -228,4 +227,4 @@ def test_commands_run_in_a_thread(tiny_llama, text_file, tmp_path):
         ):
             folder = tmp_path / main.__module__.rpartition(".")[2]
             assert pool.submit(main, [str(flag) for flag in (*flags, "--output_dir", folder)]).result() == 0
-            assert json.loads((folder / "result.json").read_text())["status"] == "complete"
+            assert result_of(folder)["status"] == "complete"

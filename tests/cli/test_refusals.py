@@ -64,16 +64,12 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --packing maybe", "--packing: maybe: must be true or false"),
     ("finetune", "MODEL is missing"),
     ("evaluate", "required: model"),
-    ("evaluate model --dat x", "unrecognized arguments: --dat x .. --help"),
-    ("evaluate model --limit few", "--limit .. 'few'"),
     ("evaluate model --precision fp8", "--precision .. fp8 .. bf16"),
     ("pack model --output_dir", "--output_dir .. expected one argument"),
     ("report", "required: run_dir"),
-    ("report a b", "unrecognized arguments: b"),
     ("env --json", "unrecognized arguments: --json"),
     # values
     ("train --reg_lambda -1", "--reg_lambda -1"),
-    ("train --reg_lambda nan --objective paper", "--reg_lambda nan"),
     ("train --reg_lambda 0.1 --reg_lambda_rel 0.1", "mutually exclusive"),
     ("train --reg_lambda 25", "--reg_lambda 25 .. --objective paper"),
     ("train --frozen_lambda 0.1", "--frozen_lambda 0.1: needs --objective paper"),
@@ -83,7 +79,6 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --seq_len 0", "--seq_len 0: must be at least 2"),
     ("train --num_samples 0", "--num_samples 0"),
     (f"train --num_samples 1{'0' * 310}", "--num_samples 1000 .. 000: must be at least 1"),
-    (f"evaluate dense --max_windows 1{'0' * 310}", "--max_windows 1000 .. 000: must be at least 1"),
     ("train --learning_rate 0", "--learning_rate 0"),
     ("train --max_steps 0", "--max_steps 0"),
     ("train --warmup_ratio 5", "--warmup_ratio 5"),
@@ -119,9 +114,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("prune --spread 2", "unrecognized arguments: --spread 2"),
     ("prune --max_steps 3", "--max_steps .. --help"),
     ("prune --method sparsegpt --damping much", "--damping: invalid float value: 'much'"),
-    ("prune --method sparsegpt --update_weights perhaps", "--update_weights: perhaps: must be true or false"),
     ("prune --method sparsegpt --damping -0.1", "--damping -0.1: must be a finite number >= 0"),
-    ("prune --method sparsegpt --damping nan", "--damping nan: must be"),
     ("prune --method sparsegpt --chunk 0", "--chunk 0: must be at least 1"),
     ("prune --method swap --sweeps 0", "--sweeps 0: must be at least 1"),
     ("prune --method admm --iterations 10", "--mask_iterations 15: must be from 1 to --iterations 10"),
@@ -147,9 +140,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --config noes.yaml", "noes.yaml: --exclude: False is not text"),
     # texts
     ("train --data absent.jsonl", "absent.jsonl .. no such"),
-    ("train --data c4.jsonl.bz2", "'c4.jsonl.bz2': no such file"),
     ("train --eval_data absent.txt", "absent.txt"),
-    ("train --eval_data wiki.csv", "'wiki.csv': no such file"),
     # folders
     ("train --output_dir c.yaml", "is a file"),
     ("train --output_dir /proc/proxsparse", "/proc/proxsparse .. choose another"),
@@ -336,9 +327,7 @@ def overflow(monkeypatch):
         ("finetune pruned --distill 0 --held_out 2", NORM, "not finite; lower --learning_rate"),
     ],
 )
-def test_a_loss_that_is_not_finite_names_the_layer(
-    call, module, message, overflow, places, tmp_path, capsys, monkeypatch
-):
+def test_a_loss_of_nan_names_the_layer(call, module, message, overflow, places, tmp_path, capsys, monkeypatch):
     """Finite weights whose products overflow, as those of a run that diverges."""
     monkeypatch.chdir(places)
     overflow(module)

@@ -8,8 +8,8 @@ import signal
 
 import pytest
 import torch
-from commands import pruned, refused
-from safetensors.torch import load_file, save_file
+from commands import pruned, refused, result_of
+from safetensors.torch import load_file
 from tiny_models import save_texts, save_tiny_model
 
 from proxsparse import finetune, prune, train
@@ -77,7 +77,7 @@ def outcome(output_dir):
     """What must not depend on interruptions: masks and weights bit by bit, perplexity, the figures of every step."""
     assert {path.name for path in output_dir.glob(".*")} <= {".proxsparse.json"}
     assert not (output_dir / "checkpoints").exists()
-    result = json.loads((output_dir / "result.json").read_text())
+    result = result_of(output_dir)
     tensors = load_file(output_dir / "masks.safetensors") | load_file(output_dir / "model.safetensors")
     bits = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
     metrics = output_dir / "metrics.jsonl"
@@ -166,7 +166,7 @@ def test_a_signal_and_a_full_disk_say_how_to_resume(run, act, arguments_of, undi
     if act == "full":
         assert saved(tmp_path / "run")
     elif run not in ONE_SHOT:
-        assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
+        assert result_of(tmp_path / "run")["status"] == "interrupted"
         assert (tmp_path / "run" / "model.safetensors").exists()
     assert command_in_child(main, [*arguments, *RESUME])[0] == 0
     assert outcome(tmp_path / "run") == undisturbed(run)
@@ -256,7 +256,7 @@ def test_other_flags_are_refused_by_name(run, flags, words, stopped, capsys):
 def test_flags_of_the_evaluation_may_differ(stopped, tmp_path):
     main, arguments = stopped("prune sparsegpt")
     assert main([*arguments, *RESUME, "--eval_max_windows", "1", "--device", "cpu"]) == 0
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["perplexity"]["windows"] == 1
+    assert result_of(tmp_path / "run")["perplexity"]["windows"] == 1
 
 
 def test_a_changed_text_is_refused(inputs, stopped, capsys):
@@ -267,16 +267,6 @@ def test_a_changed_text_is_refused(inputs, stopped, capsys):
         refused(capsys, main, [*arguments, *RESUME], "has changed since the run was stopped")
     finally:
         text.write_text(content)
-
-
-def test_a_changed_teacher_is_refused(arguments_of, command_in_child, capsys, tmp_path):
-    teacher = save_tiny_model("llama", tmp_path / "teacher", num_hidden_layers=3)
-    main, arguments = arguments_of("finetune", tmp_path / "run", "--teacher", str(teacher), *RESUME)
-    assert command_in_child(main, arguments, at_rename=(6, signal.SIGKILL))[0] == -signal.SIGKILL
-    assert saved(tmp_path / "run")
-    weights = load_file(teacher / "model.safetensors")
-    save_file({name: 2 * weight for name, weight in weights.items()}, teacher / "model.safetensors", {"format": "pt"})
-    refused(capsys, main, arguments, "its run has a teacher with the digest", "give the same")
 
 
 @pytest.mark.parametrize("run", QUICK_RUNS)

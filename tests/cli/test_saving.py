@@ -8,7 +8,8 @@ import numpy
 import pytest
 import torch
 import transformers
-from commands import pruned, refused
+from commands import call, config_of, pruned, refused, result_of
+from family_models import save_family
 from pruned import tensors_of
 from safetensors.torch import load_file, save_file
 from tiny_models import COMMON, TINY, byte_tokenizer, save_tiny_model
@@ -26,10 +27,7 @@ MTP = {
     "mtp.norm.weight": torch.full([32], -torch.inf).bfloat16(),
     "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16(),
 }
-MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
-LORA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-MAMBA = {"state_size": 8, "time_step_rank": 4}
-HEADS = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "head_dim": 8}
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
 VISION = {"num_hidden_layers": 1, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, **TINY}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 TEXT = COMMON | {"head_dim": 8, "rope_parameters": ROPE}
@@ -54,7 +52,7 @@ def rewrite(folder, change, **entries):
     """Changes the tensors and the config.json of a saved model."""
     tensors = change(load_file(folder / "model.safetensors"))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     (folder / "config.json").write_text(json.dumps(config | entries))
     return folder
 
@@ -89,20 +87,10 @@ def mxfp4(tensors):
     return stored, meant
 
 
-QUANTIZED = {
-    "fp8-llama": (fp8, {"quant_method": "fp8", "weight_block_size": [16, 16]}, "llama", {}),
-    "fp8-deepseek": (
-        fp8,
-        {"quant_method": "fp8", "weight_block_size": [16, 16]},
-        "deepseek_v3",
-        {**MOE, **LORA, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8},
-    ),
-    "mxfp4": (
-        mxfp4,
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-        "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    ),
+QUANTIZED = {  # model type -> how its weights are stored, the entry of config.json
+    "llama": (fp8, FP8),
+    "deepseek_v3": (fp8, FP8),
+    "gpt_oss": (mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
 }
 
 
@@ -116,15 +104,15 @@ def loaded(folder):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_checkpoints_are_saved_dense(name, tmp_path, capsys):
-    form, entry, model_type, settings = QUANTIZED[name]
-    dense = save_new(tmp_path / "dense", model_type, **settings)
+    form, entry = QUANTIZED[name]
+    dense = save_family(name, tmp_path / "dense")
     stored, meant = form(load_file(dense / "model.safetensors"))
     source = rewrite(dense, lambda _: stored, quantization_config=entry)
     run = pruned(source, tmp_path / "run")
     apply.main([str(source), str(run), "--output_dir", str(tmp_path / "applied")])
     printed, said = capsys.readouterr().out, f"the {entry['quant_method']} weights were converted to bfloat16"
     assert printed.count(said) == 2
-    assert said in json.loads((run / "result.json").read_text())["warnings"][0]
+    assert said in result_of(run)["warnings"][0]
     assert len(load_masks(run / "masks.safetensors")) >= 14
     for folder in (run, tmp_path / "applied"):
         assert said in (folder / "README.md").read_text()
@@ -169,10 +157,10 @@ def test_a_quantized_model_of_the_hub_is_refused_before_its_weights_are_download
 def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
     more = {"mtp.q_proj.weight": torch.ones(32, 32).bfloat16()}
     source = rewrite(save_tiny_model("llama", tmp_path / "model"), lambda tensors: fp8(tensors | more)[0])
-    rewrite(source, dict, quantization_config=QUANTIZED["fp8-llama"][1])
+    rewrite(source, dict, quantization_config=FP8)
     run = pruned(source, tmp_path / "run")
     warning = "2 tensors that LlamaForCausalLM does not use are not saved, the first is mtp.q_proj.weight"
-    assert warning in json.loads((run / "result.json").read_text())["warnings"]
+    assert warning in result_of(run)["warnings"]
     assert warning in (run / "README.md").read_text()
     assert not any("mtp" in name for name in tensors_of(run))
 
@@ -194,7 +182,7 @@ def test_tensors_that_loading_rounds_are_named(name, tmp_path, capsys):
     run = pruned(source, tmp_path / "run")
     apply.main([str(source), str(run), "--output_dir", str(tmp_path / "applied")])
     printed = capsys.readouterr().out.count(f"WARNING: {count} tensors were rounded while loading")
-    assert printed == 2 * len(json.loads((run / "result.json").read_text())["warnings"]) == 2 * bool(count)
+    assert printed == 2 * len(result_of(run)["warnings"]) == 2 * bool(count)
     for folder in (run, tmp_path / "applied"):
         assert (folder / "README.md").read_text().count(" to bfloat16; to keep") == bool(count)
     assert load_model(str(source), torch.bfloat16)[0].source.notes == []  # asked for
@@ -240,7 +228,7 @@ def save_gguf(path, extra=(), scaling=None):
 def test_what_is_not_loaded_from_a_gguf_file_is_named(extra, scaling, named, tmp_path, capsys):
     save_gguf(tmp_path / "tiny.gguf", extra, scaling)
     run = pruned(tmp_path / "tiny.gguf", tmp_path / "run")
-    warnings = json.loads((run / "result.json").read_text())["warnings"]
+    warnings = result_of(run)["warnings"]
     assert len(warnings) == len(named)
     pruning, flags = capsys.readouterr().out, [tmp_path / "tiny.gguf", "--data", "builtin"]
     evaluation = "\n".join(refused(capsys, evaluate.main, flags, "has 0 tokens"))  # its tokenizer knows no word
@@ -264,8 +252,8 @@ def test_tensors_that_the_model_does_not_use_are_kept(tmp_path, text_file, capsy
     assert "2 tensors that LlamaForCausalLM does not use, such as mtp" in capsys.readouterr().err
     tuned, packed = tmp_path / "tuned", tmp_path / "packed"
     short = ["--num_samples", "2", "--seq_len", "16", "--eval_data", "none"]
-    assert finetune.main([str(run), "--data", str(text_file), *short, "--output_dir", str(tuned)]) == 0
-    assert pack.main([str(run), "--output_dir", str(packed)]) == 0
+    call(finetune.main, run, "--data", text_file, *short, "--output_dir", tuned)
+    call(pack.main, run, "--output_dir", packed)
     assert [file.name for file in weight_files(run)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     for folder in (run, tuned, packed):
         loaded(folder)
@@ -319,21 +307,14 @@ def test_a_model_keeps_its_class_and_its_towers(model_type, tmp_path):
     assert all((run / name).read_text() == (source / name).read_text() for name in PROCESSOR)
 
 
-RENAMED = {
-    "nemotron_h": (HEADS | {"layers_block_type": ["mamba", "attention"], "chunk_size": 8}, "experts"),
-    "mamba": (MAMBA, "dt_proj"),
-    "mamba2": ({"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}, "none"),
-    "falcon": ({"new_decoder_architecture": False}, "none"),
-}
-
-
-@pytest.mark.parametrize("model_type", RENAMED)
-def test_pack_takes_what_prune_wrote(model_type, tmp_path):
-    settings, exclude = RENAMED[model_type]
-    source = save_new(tmp_path / "model", model_type, **settings)
+@pytest.mark.parametrize(  # types whose tensors have other names in the files
+    ("model_type", "exclude"), [("nemotron_h", "experts"), ("mamba", "dt_proj"), ("mamba2", "none"), ("falcon", "none")]
+)
+def test_pack_takes_what_prune_wrote(model_type, exclude, tmp_path):
+    source = save_family(model_type, tmp_path / "model")
     run, packed, back = pruned(source, tmp_path / "run", "--exclude", exclude), tmp_path / "packed", tmp_path / "back"
-    assert pack.main([str(run), "--output_dir", str(packed)]) == 0
-    assert pack.main([str(packed), "--unpack", "--output_dir", str(back)]) == 0
+    call(pack.main, run, "--output_dir", packed)
+    call(pack.main, packed, "--unpack", "--output_dir", back)
     dense, model, tokens = loaded(run), loaded(packed), torch.arange(5, 11)[None]
     count = sum(isinstance(module, SparseLinear) for module in model.modules())
     assert count == len(load_masks(run / "masks.safetensors"))
@@ -346,7 +327,7 @@ def test_pack_takes_what_prune_wrote(model_type, tmp_path):
 
 def test_pack_says_why_a_layer_cannot_be_packed(tmp_path):
     """Falcon Mamba calls dt_proj in one branch, and multiplies by its weight in another."""
-    run = pruned(save_new(tmp_path / "model", "falcon_mamba", **MAMBA), tmp_path / "run")
+    run = pruned(save_family("falcon_mamba", tmp_path / "model"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"dt_proj: the module around it reads its weight.* exclude 'dt_proj'"):
         pack.main([str(run), "--output_dir", str(tmp_path / "packed")])
 
@@ -358,7 +339,7 @@ def test_an_index_next_to_a_single_file_is_ignored(tmp_path):
     (source / INDEX).write_text(stale)
     run = pruned(source, tmp_path / "run")
     (run / INDEX).write_text(stale)
-    assert pack.main([str(run), "--output_dir", str(packed)]) == 0
+    call(pack.main, run, "--output_dir", packed)
     assert torch.equal(loaded(packed).lm_head.weight, loaded(run).lm_head.weight)
 
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +26,6 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 from live_server import (  # noqa: E402 (needs the packages above)
     TOKENS,
-    address_in,
     answers_of,
     ask,
     client_of,
@@ -69,14 +67,22 @@ def test_answers_are_those_of_generate(server, expected):
     assert "".join(filter(None, parts)) == expected("hello")
 
 
-def test_several_requests_at_a_time(server, expected):
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_several_requests_at_a_time_while_clients_leave(count, server, expected):
     long = stream(server, "a long answer", max_tokens=100, temperature=2)
-    next(long)
-    prompts = [f"request {number} " * number for number in range(1, 10)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: ask(server, prompt), prompts))
-    assert answers == [expected(prompt) for prompt in prompts]
+    leaving = client_of(str(server.base_url))
+    for answer in (long, stream(leaving, "a long answer", max_tokens=100)):
+        next(answer)
+    leaving.close()
+    impatient = client_of(str(server.base_url)).with_options(timeout=0.05)
+    prompts = [f"request {number % 5} " * (number % 5 + 1) for number in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        answers = pool.map(lambda prompt: ask(server, prompt), prompts)
+        with contextlib.suppress(openai.APITimeoutError):
+            ask(impatient, "not waiting", max_tokens=100)
+        assert list(answers) == [expected(prompt) for prompt in prompts]
     assert "".join(long)
+    assert ask(server, "hello") == expected("hello")
 
 
 def test_settings_of_a_request(server, expected):
@@ -177,21 +183,6 @@ def test_a_thread_that_an_error_has_ended_is_started_again():
 
 
 @pytest.mark.slow
-def test_100_requests_at_once_while_a_client_leaves(server, expected):
-    prompts = [f"request {number % 5}" for number in range(100)]
-    leaving = client_of(str(server.base_url))
-    next(stream(leaving, "a long answer", max_tokens=100))
-    leaving.close()
-    impatient = client_of(str(server.base_url)).with_options(timeout=0.05)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = pool.map(lambda prompt: ask(server, prompt), prompts)
-        with contextlib.suppress(openai.APITimeoutError):
-            ask(impatient, "not waiting", max_tokens=100)
-        assert list(answers) == [expected(prompt) for prompt in prompts]
-    assert ask(server, "hello") == expected("hello")
-
-
-@pytest.mark.slow
 def test_a_port_that_is_taken_ends_the_process(folders):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         command = [sys.executable, "-m", "proxsparse", "serve", str(folders[1]), "--port", str(busy.getsockname()[1])]
@@ -201,37 +192,19 @@ def test_a_port_that_is_taken_ends_the_process(folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
-def test_a_signal_ends_the_process_while_it_answers(number, code, folders, tmp_path):
-    with (tmp_path / "log").open("w") as log:
-        command = [sys.executable, "-m", "proxsparse", "serve", str(folders[1]), "--port", "0"]
-        default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-        process = subprocess.Popen(command, stdout=log, stderr=log, **default)
-    try:
-        address = address_in(tmp_path / "log", lambda: process.poll() is None)
-        client = client_of(address)
-        failed = []
-
-        def ask_long() -> None:
-            try:
-                ask(client, "x", max_tokens=POSITIONS)
-            except openai.APIError as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=ask_long) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        next(stream(client, "x"))  # the server is answering
-        process.send_signal(number)
-        assert process.wait(timeout=20) == code
-        for thread in threads:
-            thread.join()
-    finally:
-        process.kill()
-        process.wait()
-    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2].removesuffix("/v1")))):
+@pytest.mark.parametrize(
+    "ending", [(signal.SIGINT, INTERRUPTED, "interrupted"), (signal.SIGTERM, TERMINATED, "stopped by SIGTERM")]
+)
+def test_a_signal_ends_the_process_while_it_answers(ending, folders, tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        with serving(tmp_path / "log", folders[1], ending=ending) as client:
+            for _ in range(8):
+                pool.submit(ask, client, "x", max_tokens=POSITIONS)
+            next(stream(client, "x"))  # the server is answering
+            begin = time.monotonic()
+        assert time.monotonic() < begin + 20
+    with socket.create_server(("127.0.0.1", client.base_url.port)):
         pass  # the port is free
-    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_folders_that_are_not_packed_models(folders, tmp_path, capsys):

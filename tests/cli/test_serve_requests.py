@@ -21,6 +21,15 @@ from proxsparse.integrations import transformers_requests, transformers_server
 PAGE = "https://chat.example.org"
 ANSWER_TOKENS = 20
 GREEDY = {"model": "packed", "max_tokens": 2, "temperature": 0}
+MESSAGES = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+each_path = pytest.mark.parametrize(
+    ("path", "handler", "needed"),
+    [
+        ("/v1/completions", completion.CompletionHandler, {"prompt": "x", "max_tokens": 2}),
+        ("/v1/chat/completions", chat_completion.ChatCompletionHandler, MESSAGES),
+        ("/v1/responses", response.ResponseHandler, {"input": "x", "max_output_tokens": 2}),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +55,10 @@ def test_requests_with_the_same_id_are_answered_as_alone(rounds, server, folders
                     assert answered == [alone[way, prompt] for prompt in prompts[:together]]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_answers_name_the_model_and_the_id(path, server):
-    tokens = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-    body = {"input": "x"} if path == "/v1/responses" else body
+@each_path
+def test_answers_name_the_model_and_the_id(path, handler, needed, server):
     for streaming in (False, True):
-        fields = body | {tokens: 2, "stream": streaming}
-        code, answer, headers = send(server, "POST", path, fields, {"x-request-id": "mine"})
+        code, answer, headers = send(server, "POST", path, needed | {"stream": streaming}, {"x-request-id": "mine"})
         assert (code, headers["x-request-id"]) == (200, "mine")
         text = str(answer)
         assert "packed" in text
@@ -142,16 +147,6 @@ def test_an_endless_body_is_read_up_to_the_limit():
 
 
 NUMBERS = ["x", [1], {}, True, float("nan"), float("inf"), -1e300, 1e300, -(10**400), 10**400]
-PATHS = {
-    "/v1/completions": completion.CompletionHandler,
-    "/v1/chat/completions": chat_completion.ChatCompletionHandler,
-    "/v1/responses": response.ResponseHandler,
-}
-NEEDED = {
-    "/v1/completions": {"prompt": "x", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
-    "/v1/responses": {"input": "x", "max_output_tokens": 2},
-}
 OTHERS = {  # of all routes that have the field
     "temperature": [1e-300, -1, 101],
     "top_p": [-0.1, 1.1],
@@ -181,21 +176,21 @@ def numeric_fields(handler) -> set[str]:
     return {name for name, kind in fields.items() if {int, float} & {kind, *typing.get_args(kind)}}
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_wrong_values_are_refused_with_the_name_of_the_field(path, server):
-    known = PATHS[path]._valid_params_class.__mutable_keys__
-    numeric = numeric_fields(PATHS[path])
+@each_path
+def test_wrong_values_are_refused_with_the_name_of_the_field(path, handler, needed, server):
+    known = handler._valid_params_class.__mutable_keys__
+    numeric = numeric_fields(handler)
     assert {"temperature", "top_p", "seed"} <= numeric <= transformers_requests.FIELDS.keys()
     for name in sorted((numeric | OTHERS.keys()) & known):
         numbers = [value for value in NUMBERS if value is not True or name != "logprobs"] if name in numeric else []
         if name.startswith("max_"):
             numbers = [value for value in numbers if value != 10**400]  # the answer ends earlier anyway
         for value in numbers + OTHERS.get(name, []):
-            code, answer, _ = send(server, "POST", path, NEEDED[path] | {name: value})
+            code, answer, _ = send(server, "POST", path, needed | {name: value})
             assert code == 400, (name, value, answer)
             assert answer["error"]["message"].startswith(WORDS.get(name, name)), (name, value, answer)
         if name not in ("prompt", "messages", "input"):
-            code, answer, _ = send(server, "POST", path, NEEDED[path] | {name: None})
+            code, answer, _ = send(server, "POST", path, needed | {name: None})
             assert code == 200, (name, answer)
     assert send(server, "GET", "/health")[0] == 200
 

@@ -1,9 +1,8 @@
 """`proxsparse finetune` in two processes learns what one learns, and a killed run continues in one."""
 
-import json
-
 import pytest
 import torch
+from commands import call, result_of
 from safetensors.torch import load_file
 
 from proxsparse import prune
@@ -15,7 +14,7 @@ STEP = ["--learning_rate", "0.01", "--held_out", "4", "--save_minutes", "0.00000
 @pytest.fixture(scope="session")
 def pruned(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pruned") / "run"
-    assert prune.main(["--method", "wanda", *map(str, flags), "--eval_data", "none", "--output_dir", str(folder)]) == 0
+    call(prune.main, "--method", "wanda", *flags, "--eval_data", "none", "--output_dir", folder)
     return folder
 
 
@@ -35,10 +34,10 @@ def test_two_processes_train_what_one_trains(forks, flags, pruned, tmp_path):
     assert -9 in tuned("killed", 2, before=("proxsparse.io.checkpoints.finish", 4, "kill"))
     tuned("killed", 1, ["--resume_from_checkpoint", "last"])
     one = load_file(tmp_path / "one" / "model.safetensors")
-    result = json.loads((tmp_path / "one" / "result.json").read_text())
+    result = result_of(tmp_path / "one")
     for name in ("two", "killed"):
         other = load_file(tmp_path / name / "model.safetensors")
-        found = json.loads((tmp_path / name / "result.json").read_text())
+        found = result_of(tmp_path / name)
         assert found["masks_sha256"] == result["masks_sha256"]
         for key in ("dense", "pruned", "finetune"):
             assert found["perplexity"][key] == pytest.approx(result["perplexity"][key], rel=1e-3)

@@ -1,9 +1,8 @@
 """One, two and four processes learn the same masks; each holds only its rows, however few there are."""
 
-import json
-
 import numpy as np
 import pytest
+from commands import result_of, rows_in
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
@@ -28,8 +27,8 @@ def learned(forks, run_dir, flags, processes, nodes=1):
     log = run_dir.with_suffix(".log")
     arguments = [*flags, "--gradient_accumulation_steps", ACCUMULATED[processes], "--output_dir", run_dir]
     assert forks.run(arguments, processes, nodes, log) == [0] * processes, log.read_text()[-2000:]
-    result = json.loads((run_dir / "result.json").read_text())
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    result = result_of(run_dir)
+    rows = rows_in(run_dir / "metrics.jsonl")
     bits = np.concatenate([mask.numpy().ravel() for mask in load_masks(run_dir / "masks.safetensors").values()])
     return result, rows, bits
 

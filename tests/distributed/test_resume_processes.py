@@ -1,11 +1,11 @@
 """Several processes that are killed or stopped, and disks that are too small or lost."""
 
-import json
 import os
 import re
 from signal import SIGKILL, SIGTERM
 
 import pytest
+from commands import result_of, rows_in
 
 from proxsparse.io import output_folder
 
@@ -13,14 +13,10 @@ SAVES = ["--num_samples", "8", "--save_steps", "3", "--num_train_epochs", "2", "
 FINISH, CLEAR = "proxsparse.io.checkpoints.finish", "proxsparse.io.checkpoints.clear"
 
 
-def result_of(run_dir):
-    return json.loads((run_dir / "result.json").read_text())
-
-
 def outcome(run_dir):
     """What two runs must have in common to be the same."""
     result = result_of(run_dir)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_in(run_dir / "metrics.jsonl")
     same = ("masks_sha256", "perplexity", "mask_similarity", "feasible_share", "steps", "tokens", "reg_lambda")
     return {name: result[name] for name in same}, [{**row, "seconds": None} for row in rows]
 

@@ -1,4 +1,4 @@
-"""Trainer, hold_masks_ and the optimizers, also on uneven and empty shards: gloo processes give the results of one.
+"""Trainer, and hold_masks_ also on uneven and empty shards: gloo processes give the results of one.
 
 Accelerate shards only on accelerators: on a CPU `TrainingArguments(fsdp=True)` runs DDP. `train_under_accelerate`
 tells its state that this is FSDP2, and everything after that is accelerate's own code; `train_as_loaded` needs no help.
@@ -23,7 +23,6 @@ TUNED = {"tuned": ("fine_tune", 1), "ddp": ("fine_tune", 2), "fsdp2": ("fine_tun
 JOBS = TUNED | {  # name -> the function of trainer_processes, and the number of processes
     "alone": ("train_with_trainer", 1),
     **{run: (run, 2) for run in RUNS if run not in UNSUPPORTED},
-    **{f"ragged-{count}": ("ragged_layers", count) for count in (1, 2, 4)},
     **{f"held-{count}": ("hold_ragged_masks", count) for count in (1, 2, 4)},
 }
 each_run = pytest.mark.parametrize(
@@ -68,20 +67,6 @@ def test_two_processes_prune_and_log_as_one_and_hold_shards(results, run):
         assert seen["sharded"]
         assert seen["of the model"], "accelerate exchanges the parameters in param_groups for the model's"
         assert seen["with a state"]
-
-
-@pytest.mark.parametrize(("count", "empty"), [(2, 1), (4, 5)])
-@pytest.mark.parametrize("optimizer", ["ProxOptimizer", "ProxAdamW"])
-def test_uneven_and_empty_shards_step_as_the_whole(results, count, empty, optimizer):
-    """out_features of 1, 3 and 5 on 2 and 4 processes, float64; trainer_processes asserts that no step communicates."""
-    expected = torch.load(results / "ragged-1-0.pt")[optimizer]
-    shards = [torch.load(results / f"ragged-{count}-{rank}.pt")[optimizer] for rank in range(count)]
-    rows = torch.tensor([shard["rows"] for shard in shards])
-    assert rows.sum(0).tolist() == expected["rows"] == [1, 3, 5]
-    assert (rows == 0).sum() == empty
-    for shard in shards:
-        for weight, whole in zip(shard["weights"], expected["weights"], strict=True):
-            torch.testing.assert_close(weight, whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", TUNED)

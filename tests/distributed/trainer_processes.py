@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from training import INPUTS, OPTIMIZERS, weights, with_everything
+from training import INPUTS, weights
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from proxsparse import hold_masks_, nm_mask
@@ -132,26 +132,6 @@ class Ragged(nn.ModuleList):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return torch.cat([layer(inputs) for layer in self], dim=-1)
-
-
-def ragged_layers(folder: Path, name: str) -> None:
-    """Both optimizers, with all their options, on layers with fewer rows than processes."""
-    results = {}
-    for title, make in OPTIMIZERS.items():
-        torch.manual_seed(0)
-        model = Ragged(nn.Linear(8, rows, dtype=torch.float64) for rows in RAGGED)
-        if dist.is_initialized():
-            fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = with_everything(make, model)
-        for _ in range(4):
-            model(INPUTS).sin().square().mean().backward()
-            with CommDebugMode() as communication:
-                optimizer.step()
-            assert not communication.get_total_counts(), "the step communicates"
-            optimizer.zero_grad()
-        rows = [len(p.to_local() if isinstance(p, DTensor) else p) for p in model.parameters() if p.ndim == 2]
-        results[title] = {"weights": weights(model), "rows": rows}
-    torch.save(results, folder / f"{name}-{os.environ.get('RANK', 0)}.pt")
 
 
 def hold_ragged_masks(folder: Path, name: str) -> None:

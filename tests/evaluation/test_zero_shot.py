@@ -11,8 +11,9 @@ import sys
 import pytest
 import torch
 import yaml
+from commands import rows_in, rows_printed
 from task_files import needs_lm_eval, rows_of, write_task_files
-from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
+from tiny_models import byte_tokenizer, tiny_model
 
 from proxsparse import evaluate
 from proxsparse.errors import InputError, run_command
@@ -24,11 +25,6 @@ from proxsparse.evaluation.zero_shot import TASKS, check_request, zero_shot
 def files(tmp_path_factory):
     """A --data_dir with five questions a task."""
     return write_task_files(tmp_path_factory.mktemp("tasks"), TASKS)
-
-
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory):
-    return save_tiny_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @needs_lm_eval
@@ -143,21 +139,14 @@ def test_damaged_data_is_one_error_that_names_the_file(damage, files, tmp_path):
 # ---------------------------------------------------------------------------------------------- proxsparse evaluate
 
 
-def rows(capsys, *arguments):
-    """The rows that the command prints as JSON."""
-    assert evaluate.main([*map(str, arguments), "--json"]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
 @needs_lm_eval
-def test_tasks_and_text_in_one_call_and_the_same_twice(tiny_llama, files, tmp_path, capsys):
-    text = save_texts(tmp_path / "text.jsonl")
+def test_tasks_and_text_in_one_call_and_the_same_twice(tiny_llama, text_file, files, capsys):
     flags = ["--tasks", "piqa", "arc_easy", "--data_dir", files, "--limit", 3]
-    found = rows(capsys, tiny_llama, "--data", text, "--seq_len", 64, *flags)
-    assert [row.get("task", row.get("data")) for row in found] == [str(text), "arc_easy", "piqa", "average"]
+    found = rows_printed(capsys, tiny_llama, "--data", text_file, "--seq_len", 64, *flags)
+    assert [row.get("task", row.get("data")) for row in found] == [str(text_file), "arc_easy", "piqa", "average"]
     assert found[1]["documents"] == found[1]["limit"] == 3
     assert found[-1]["acc"] == (found[1]["acc"] + found[2]["acc"]) / 2
-    assert rows(capsys, tiny_llama, *flags) == found[1:]
+    assert rows_printed(capsys, tiny_llama, *flags) == found[1:]
 
 
 @needs_lm_eval
@@ -190,7 +179,7 @@ def test_an_error_in_one_task_is_the_row_of_that_task(tiny_llama, files, tmp_pat
     monkeypatch.setattr(evaluate, "zero_shot", fail)
     flags = [tiny_llama, "--tasks", "piqa", "arc_easy", "--data_dir", files, "--json", tmp_path / "scores.jsonl"]
     assert evaluate.main(list(map(str, flags))) == 1
-    failed, measured = map(json.loads, (tmp_path / "scores.jsonl").read_text().splitlines())
+    failed, measured = rows_in(tmp_path / "scores.jsonl")
     assert (failed["task"], measured["task"]) == ("arc_easy", "piqa")
     assert failed["error"].startswith("AssertionError")
     assert "acc" in measured

@@ -208,12 +208,17 @@ def test_adapters_and_integer_weights_are_refused(dense):
         load_model(str(dense))
 
 
-def test_code_next_to_a_known_model_never_runs(dense, tmp_path, monkeypatch):
+def test_code_next_to_a_model_never_runs(dense, tmp_path, monkeypatch):
+    """The classes of a known type are those of transformers; an unknown type is refused."""
     edit_json(dense / "config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
     edit_json(dense / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
     (dense / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nM = T = C\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert type(load_model(str(dense))[0]).__module__.startswith("transformers.")
+    edit_json(dense / "config.json", model_type="evil")
+    for read in (load_model, lambda folder: pack.main([folder, "--output_dir", str(tmp_path / "out")])):
+        with pytest.raises(InputError, match=r"auto_map.*never executed"):
+            read(str(dense))
     assert not (tmp_path / "ran").exists()
 
 

@@ -6,12 +6,14 @@ import shutil
 import pytest
 import torch
 import transformers
+from commands import config_of
 from pruned import packed_copy, prune_, pruned_model, tensors_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import MODELS, NOT_PACKED, tiny_model
 
 from proxsparse import SparseLinear, sparsify_
+from proxsparse.inference import packed_checkpoint
 from proxsparse.inference.convert import pack_tensors, unsparsify_
 from proxsparse.integrations.transformers_quantizer import PackedConfig
 from proxsparse.io.model_files import headers
@@ -25,7 +27,7 @@ load = transformers.AutoModelForCausalLM.from_pretrained
 
 def assert_same_files(first, second):
     """Equal tensors and an equal config.json; save_pretrained does not write the entry `transformers_weights`."""
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (first, second)]
+    configs = [config_of(folder) for folder in (first, second)]
     for config in configs:
         config.pop("transformers_weights", None)
     assert configs[0] == configs[1]
@@ -63,7 +65,7 @@ def damaged(folder_of, tmp_path):
     """damaged(change_config, change_tensors, bits) -> a packed folder with these changes."""
 
     def make(change_config=lambda config: None, change_tensors=lambda tensors: None, bits=16):
-        config, tensors = json.loads((folder_of[bits] / "config.json").read_text()), tensors_of(folder_of[bits])
+        config, tensors = config_of(folder_of[bits]), tensors_of(folder_of[bits])
         change_config(config["quantization_config"])
         change_tensors(tensors)
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -123,7 +125,7 @@ def test_every_pattern_and_every_number_of_bits(patterns, bits, tmp_path, capsys
     model.save_pretrained(dense)
     assert pack([str(dense), "--output_dir", str(packed), "--bits", str(bits)]) == 0
     assert ("more than dense weights of 4 bits" in capsys.readouterr().out) == (bits == 4 and patterns != ["2:4"])
-    entry = json.loads((packed / "config.json").read_text())["quantization_config"]
+    entry = config_of(packed)["quantization_config"]
     assert entry["format_version"] == 4
     assert entry["pattern"] == (patterns[0] if len(patterns) == 1 else "mixed")
     assert entry.get("bits", {}) == (dict.fromkeys(entry["layers"], bits) if bits < 16 else {})
@@ -190,14 +192,27 @@ def test_the_base_model_alone_loads_packed_and_saved_again(folders, tmp_path):
     assert torch.equal(transformers.AutoModel.from_pretrained(tmp_path)(TOKENS).last_hidden_state, hidden)
 
 
-def test_shards(tmp_path):
-    dense, packed = packed_copy(tmp_path, flags=("--max_shard_size", "10KB"))
+def test_shards_take_the_memory_of_one(tmp_path, monkeypatch):
+    held, write = [], packed_checkpoint.write_shard
+
+    def watched(folder, shard, number):
+        held.append(sum(tensor.nbytes for tensor in shard.values()))
+        return write(folder, shard, number)
+
+    monkeypatch.setattr(packed_checkpoint, "write_shard", watched)
+    dense, packed = packed_copy(tmp_path, flags=("--max_shard_size", "20KB"))
+    assert max(held) <= 20_000
     shards = sorted(packed.glob("model-*-of-*.safetensors"))
-    assert len(shards) > 3
+    assert len(shards) == len(held) > 2
+    index = json.loads((packed / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(held)
+    assert index["weight_map"].keys() == tensors_of(packed).keys()
     model = load(packed)
-    model.save_pretrained(tmp_path / "again", max_shard_size="10KB")
+    model.save_pretrained(tmp_path / "again", max_shard_size="20KB")
     assert_same_files(tmp_path / "again", packed)
     assert torch.equal(model(TOKENS).logits, sparsify_(load(dense))(TOKENS).logits)
+    assert pack([str(packed), "--unpack", "--output_dir", str(tmp_path / "unpacked")]) == 0
+    assert_same_files(tmp_path / "unpacked", dense)
     shards[1].write_bytes(shards[1].read_bytes()[:-100])
     refused(packed, f"{shards[1].name}: damaged or truncated")
 
@@ -306,7 +321,7 @@ def test_damaged_codes_are_refused(bits, change, words, damaged):
 
 def test_too_many_layers_are_refused_before_transformers_creates_them(folders, tmp_path):
     folder = shutil.copytree(folders[1], tmp_path / "packed")
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2**31 - 1}
+    config = config_of(folder) | {"num_hidden_layers": 2**31 - 1}
     (folder / "config.json").write_text(json.dumps(config))
     refused(folder, f"{folder}/config.json", "num_hidden_layers is 2147483647", "at most 2048")
 
@@ -318,11 +333,8 @@ def without_files(folders):
 
 
 def packed_while_loading(folders):
-    entry = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
+    entry = config_of(folders[1])["quantization_config"]
     load(folders[0], quantization_config=PackedConfig(**entry))
-
-
-IN_MEMORY = r"PackedConfig: .* load it without .*, then call proxsparse\.sparsify_"
 
 
 @pytest.mark.parametrize(
@@ -330,9 +342,7 @@ IN_MEMORY = r"PackedConfig: .* load it without .*, then call proxsparse\.sparsif
     [
         (without_files, "give its folder"),
         (packed_while_loading, "pre-quantized"),
-        (lambda folders: PackedConfig(), IN_MEMORY),
-        (lambda folders: PackedConfig(bits=8), IN_MEMORY),
-        (lambda folders: PackedConfig(quant_method="proxsparse"), IN_MEMORY),
+        (lambda folders: PackedConfig(bits=8), r"PackedConfig: .* load it without .*, then call proxsparse\.sparsify_"),
         (
             lambda folders: transformers.AutoModelForQuestionAnswering.from_pretrained(folders[1]),
             r"QuestionAnswering has no nn\.Linear .* class that it was packed for",
@@ -350,7 +360,7 @@ def test_the_format_of_the_files(folders):
         assert file.get_slice(f"{LAYER}.values").get_shape() == [64, 16]
         assert file.get_slice(f"{LAYER}.indices").get_dtype() == "U8"
         assert file.get_slice(f"{LAYER}.weight").get_shape() == [0]
-    entry = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
+    entry = config_of(folders[1])["quantization_config"]
     projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     assert entry.pop("layers") == [f"model.layers.{i}.{name}" for i in (0, 1) for name in projections]
     assert entry == {"quant_method": "proxsparse", "format_version": 4, "pattern": "2:4"}

@@ -39,7 +39,7 @@ def hooked_inputs(model, batches):
         hook = lambda _, args, name=name: seen[name].append(args[0].flatten(0, -2))  # noqa: E731
         handles.append(layer.register_forward_pre_hook(hook))
     for batch in batches:
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
     for handle in handles:
         handle.remove()
     return seen

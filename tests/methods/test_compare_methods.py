@@ -1,5 +1,6 @@
 """benchmarks/compare_methods.py on a tiny model: which rows are measured, and that they are those of the method."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import compare_methods
 import pytest
 from lib import common, contenders
-from tiny_models import save_texts, save_tiny_model
 
 from proxsparse.errors import InputError
 from proxsparse.evaluation import zero_shot
@@ -20,13 +20,12 @@ def at(monkeypatch):
 
 
 @pytest.fixture
-def command(tmp_path, at):
+def command(tiny_llama, text_file, tmp_path, at):
     """The flags of a small comparison, at a commit that counts."""
     at("0123456789ab")
-    model, text = save_tiny_model("llama", tmp_path / "model"), str(save_texts(tmp_path / "text.jsonl"))
-    flags = ["--model", str(model), "--data", text, "--eval_data", text, "--device", "cpu", "--precision", "fp32"]
-    flags += ["--num_samples", "4", "--seq_len", "16", "--eval_seq_len", "32", "--eval_max_windows", "3"]
-    return [*flags, "--results", str(tmp_path / "rows.jsonl"), "--work_dir", str(tmp_path / "work")]
+    flags = f"--model {tiny_llama} --data {text_file} --eval_data {text_file} --device cpu --precision fp32 "
+    flags += "--num_samples 4 --seq_len 16 --eval_seq_len 32 --eval_max_windows 3"
+    return [*flags.split(), "--results", str(tmp_path / "rows.jsonl"), "--work_dir", str(tmp_path / "work")]
 
 
 @pytest.fixture
@@ -62,14 +61,12 @@ def test_rows_and_masks_are_not_made_twice(compare, at, tasks, capsys):
         compare(*flags)
     tasks.clear()
     rows = compare(*flags)  # continues with the missing cells
-    assert [(row["method"], row.get("task")) for row in rows] == [
-        (method, task) for method in ("dense", "wanda") for task in (None, "arc_easy", "piqa")
-    ]
+    cells = [*itertools.product(("dense", "wanda"), (None, "arc_easy", "piqa"))]
+    assert [(row["method"], row.get("task")) for row in rows] == cells
     at("ba9876543210")  # another commit: the rows stand
     assert compare(*flags) == rows
-    assert re.search(
-        r"wanda +frozen +\d+\.\d\d +0.500 +0.500 +0.500 ", capsys.readouterr().out
-    )  # the last: the average
+    averaged = r"wanda +frozen +\d+\.\d\d +0.500 +0.500 +0.500 "  # the last: the average
+    assert re.search(averaged, capsys.readouterr().out)
     assert [row["method"] for row in compare(*flags, "--seed", "1")[6:]] == ["wanda"] * 3  # the dense rows have no seed
     assert len(compare(*flags, "--again")) == 9 + 6
     at("a-dirty")

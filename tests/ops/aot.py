@@ -62,9 +62,9 @@ def compile_for(target: GPUTarget, kernel, arguments: dict[str, str], constants:
     return triton.compile(source, target=target, options=options)
 
 
-def compile_kernel(kernel, arguments: dict[str, str], constants: dict, capability: int, options: dict, folder: Path):
+def compile_kernel(call: tuple, capability: int, folder: Path) -> Compiled:
     """`compile_for` an NVIDIA GPU of capability 80, 90 or 100; `folder` takes the cubin."""
-    compiled = compile_for(GPUTarget("cuda", capability, 32), kernel, arguments, constants, options)
+    compiled = compile_for(GPUTarget("cuda", capability, 32), *call)
     (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
     return disassembled(folder / "kernel.cubin")[0]
 

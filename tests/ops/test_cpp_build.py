@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
+from ptx.gpu import setup
 from torch.utils import cpp_extension
 
 CHECKOUT = Path(__file__).parents[2]
@@ -127,15 +128,6 @@ def test_demanded_cuda_kernels_are_refused_with_what_is_missing(described, toolk
         described(PROXSPARSE_CUDA="1")
 
 
-@pytest.fixture
-def names(monkeypatch):
-    """names() -> what setup.py defines, run without the CUDA kernels."""
-    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    monkeypatch.setenv("PROXSPARSE_CUDA", "0")  # where torch is a CUDA build, setup.py would leave its CUDA_HOME here
-    monkeypatch.chdir(CHECKOUT)
-    return lambda: runpy.run_path("setup.py")
-
-
 @pytest.mark.parametrize(
     ("present", "first"),
     [
@@ -144,19 +136,19 @@ def names(monkeypatch):
         (["cuda-12", "cuda-12.8", "cuda-new"], "cuda-12.8"),
     ],
 )
-def test_the_newest_toolkit_is_found_without_its_link(present, first, names, monkeypatch):
+def test_the_newest_toolkit_is_found_without_its_link(present, first, monkeypatch):
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(glob, "glob", lambda pattern, **options: [f"/usr/local/{name}" for name in present[::-1]])
     headers = {f"/usr/local/{name}/include/cuda_runtime_api.h" for name in present}
     monkeypatch.setattr(os.path, "exists", lambda path: str(path) in headers)
-    assert names()["toolkits"]()[0] == f"/usr/local/{first}"
+    assert setup()["toolkits"]()[0] == f"/usr/local/{first}"
 
 
-def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, names, toolkit, capsys, monkeypatch):
+def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, toolkit, capsys, monkeypatch):
     """One warning that names the remedy; the other extension is built."""
-    builder, built = names()["BuildKernels"], []
+    builder, built = setup()["BuildKernels"], []
 
     def build_extension(self, extension):
         if extension.name == "proxsparse._C_cuda":
@@ -176,17 +168,13 @@ def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, names, toolk
 # ------------------------------------------------------------------------------------------ one build, many CPUs
 
 
-def run_cases(capability: str) -> subprocess.CompletedProcess:
-    """cpu_kernel_cases.py with the kernels of an instruction set; prints the one that ran."""
-    environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "tests/ops/cpu_kernel_cases.py"]
-    return subprocess.run(command, env=environment, cwd=CHECKOUT, capture_output=True, text=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])
 def test_exact_and_within_its_memory_with_every_instruction_set(capability, compiled):
-    process = run_cases(capability)
+    """Of cpu_kernel_cases.py, which prints the instruction set that ran."""
+    environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "tests/ops/cpu_kernel_cases.py"]
+    process = subprocess.run(command, env=environment, cwd=CHECKOUT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr or process.returncode
     if process.stdout.strip() != capability:
         pytest.skip(f"this CPU has no {capability}; it ran {process.stdout.strip()}")

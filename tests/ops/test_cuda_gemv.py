@@ -86,9 +86,8 @@ def test_windows_of_x(m, bits, cuda_on_cpu):
 )
 def test_however_the_work_is_split(processors, generation, parameters, cuda_on_cpu, monkeypatch):
     """Few processors: 8 warps a thread block; many: clusters of up to 8, where the GPU has them."""
-    monkeypatch.setattr(
-        cuda_on_cpu, "device", cuda_on_cpu.device | {"processors": processors, "generation": generation}
-    )
+    device = cuda_on_cpu.device | {"processors": processors, "generation": generation}
+    monkeypatch.setattr(cuda_on_cpu, "device", device)
     for rows, expected in zip((2, 16), parameters, strict=True):
         x, values, indices, _, weight = layer(16, rows, 40, 5 * 1024 + 64)
         y = cuda.gemv(x, values, indices, None)

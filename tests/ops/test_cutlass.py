@@ -4,9 +4,6 @@ Without a GPU: the metadata against CUTLASS's headers, calls with a stand-in for
 nvcc compiles it (tests/ptx).
 """
 
-import importlib.util
-import itertools
-import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight
-from ptx.gpu import Extension, cutlass_flags
+from ptx.gpu import Extension, cutlass_flags, require_compilers
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
@@ -105,10 +102,8 @@ def gpu(monkeypatch):
 
 def compiled(source: Path, program: Path, *flags: str) -> Path:
     """A program made from source and CUTLASS's headers."""
-    if not shutil.which("nvcc") or not (package := importlib.util.find_spec("cutlass_library")):
-        pytest.skip("nvcc or nvidia-cutlass is not installed")
-    headers = Path(package.origin).parent / "source"
-    folders = [f"-I{headers / folder}" for folder in ("include", "tools/util/include")]
+    require_compilers("nvcc")
+    folders = [flag for flag in cutlass_flags() if flag.startswith("-I")]
     command = ["nvcc", *flags, "-O0", "-w", *folders, source, "-o", program]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-4000:]
@@ -132,12 +127,19 @@ def test_metadata_matches_the_headers(architecture, shape, layouts):
     assert len(metadata) == cutlass.metadata_bytes(*shape, architecture)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @each_form
-def test_the_compiled_kernel_orders_places_as_the_equation(architecture, shape, cuda_on_cpu):
-    indices = random_indices(shape)
-    metadata = torch.empty(cutlass.metadata_bytes(*shape, architecture), dtype=torch.uint8)
-    cuda.cutlass_metadata_(indices, metadata, architecture)
-    assert torch.equal(metadata, EQUATIONS[architecture][0](indices))
+def test_the_kernel_orders_places_as_the_equation_and_writes_nothing_else(architecture, shape, device, request):
+    if device == "cpu":
+        request.getfixturevalue("cuda_on_cpu")
+    elif reason := cuda.missing():
+        pytest.skip(reason)
+    indices = random_indices(shape, device)
+    memory = torch.full((cutlass.metadata_bytes(*shape, architecture) + 512,), 0xA5, dtype=torch.uint8, device=device)
+    cuda.cutlass_metadata_(indices, memory[256:-256], architecture)
+    assert torch.equal(memory[256:-256], EQUATIONS[architecture][0](indices))
+    assert (memory[:256] == 0xA5).all()
+    assert (memory[-256:] == 0xA5).all()
 
 
 def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpu):
@@ -293,22 +295,6 @@ def layer_on_gpu():
         return layer
 
     return build
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_the_kernel_orders_places_as_the_equation_and_writes_nothing_else(architecture):
-    if reason := cuda.missing():
-        pytest.skip(reason)
-    rows, columns = {80: (32, 64), 90: (8, 16)}[architecture]
-    for m, k in itertools.product((1, 3, 8, 17), (1, 2, 5, 16, 41)):
-        indices = random_indices((m * rows, k * columns), "cuda")
-        size = cutlass.metadata_bytes(m * rows, k * columns, architecture)
-        memory = torch.full((size + 512,), 0xA5, dtype=torch.uint8, device="cuda")
-        cuda.cutlass_metadata_(indices, memory[256:-256], architecture)
-        assert torch.equal(memory[256:-256], EQUATIONS[architecture][0](indices)), (m, k)
-        assert (memory[:256] == 0xA5).all()
-        assert (memory[-256:] == 0xA5).all()
 
 
 @pytest.mark.gpu

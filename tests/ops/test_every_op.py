@@ -156,11 +156,8 @@ def test_compiles_without_a_graph_break(case, place, serve):
 @pytest.mark.parametrize("pattern", ["1:2", "2:6", "4:8", "3:5"])
 def test_the_reference_serves_other_patterns(pattern):
     n, m = map(int, pattern.split(":"))
-    weight, pretrained, scale = (
-        hard((40, 2 * m), torch.float32, 1),
-        hard((40, 2 * m), torch.float32, 2),
-        torch.rand(2 * m),
-    )
+    weight, pretrained = (hard((40, 2 * m), torch.float32, seed) for seed in (1, 2))
+    scale = torch.rand(2 * m)
     mask = nm_mask(weight, pattern)
     assert torch.equal(mask.view(-1, m), ranked(weight.view(-1, m), n))
     out = masked_weight_(torch.empty_like(weight), weight, pretrained, scale, pattern)
@@ -205,9 +202,8 @@ def packed(weight, pattern="2:4"):
 
 def unpacked(place=None, byte=None, **replaced):
     """unpack_nm of a good [2, 12] weight, with one byte or a whole tensor replaced."""
-    tensors = (
-        dict(zip(("values", "indices"), pack.pack_nm(feasible((2, 12), torch.float32, 3)), strict=True)) | replaced
-    )
+    values, indices = pack.pack_nm(feasible((2, 12), torch.float32, 3))
+    tensors = {"values": values, "indices": indices} | replaced
     if place is not None:
         tensors["indices"][place] = byte
     return lambda: unpack_nm(**tensors)

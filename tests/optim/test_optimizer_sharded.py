@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import assert_same, each_optimizer, each_setup, tiny_model, train, weights, with_everything
 
@@ -93,7 +94,10 @@ def test_shardings_that_keep_blocks_step_on_the_local_part(two_processes, make, 
     plain = nn.Parameter(before.clone())
     for parameter in (weight, plain):
         parameter.grad = torch.ones_like(parameter)
-        make([parameter], lr=0.01, reg_lambda=0.5).step()
+        optimizer = make([parameter], lr=0.01, reg_lambda=0.5)
+        with CommDebugMode() as communication:
+            optimizer.step()
+        assert not communication.get_total_counts(), "the step communicates"
     assert torch.equal(weight.to_local(), plain)
     assert before.numel() == 0 or not torch.equal(weight.to_local(), before)
 

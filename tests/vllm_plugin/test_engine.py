@@ -83,24 +83,12 @@ def change_tensors(folder, change):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def set_dense_weight(tensors, layer):
-    tensors[f"{layer}.weight"] = torch.zeros(128, 256)
-
-
-def set_integers(tensors, layer):
-    tensors[f"{layer}.scales"] = tensors[f"{layer}.scales"].int()
-
-
-def set_codes(tensors, layer):
-    tensors[f"{layer}.values"] = tensors[f"{layer}.values"].to(torch.int8)
-
-
-def set_zero(tensors, layer):
-    tensors[f"{layer}.indices"].zero_()
-
-
 def without(part):
     return lambda tensors, layer: tensors.pop(f"{layer}.{part}")
+
+
+def changed(part, change):
+    return lambda tensors, layer: tensors.update({f"{layer}.{part}": change(tensors.get(f"{layer}.{part}"))})
 
 
 @pytest.mark.parametrize(
@@ -110,11 +98,11 @@ def without(part):
         (without("values"), "4", "values: 0 of 1 parts are in the files"),
         (without("scales"), "8", "scales: 0 of 1 parts are in the files"),
         (without("indices"), "16", "indices: 0 of 1 parts are in the files"),
-        (set_zero, "16", "indices out of order"),
-        (set_codes, "16", "values are torch.int8, but config.json lists it with 16 bits"),
-        (set_integers, "8", "its scales are torch.int32; pack the pruned folder again"),
-        (set_integers, "4", "its scales are torch.int32; pack the pruned folder again"),
-        (set_dense_weight, "16", "lists this layer as packed, but the files have a dense weight"),
+        (changed("indices", torch.zeros_like), "16", "indices out of order"),
+        (changed("values", torch.Tensor.char), "16", "values are torch.int8, but config.json lists it with 16 bits"),
+        (changed("scales", torch.Tensor.int), "8", "its scales are torch.int32; pack the pruned folder again"),
+        (changed("scales", torch.Tensor.int), "4", "its scales are torch.int32; pack the pruned folder again"),
+        (changed("weight", lambda _: torch.zeros(128, 256)), "16", "lists this layer as packed, but the files have a"),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, start, damage, bits, message):

@@ -1,4 +1,4 @@
-"""A command run in this process: one that must succeed, one that must be refused, and what a pruned folder must be."""
+"""Commands run in this process: those that must succeed or be refused; and what is in the folders that they write."""
 
 import json
 
@@ -6,7 +6,7 @@ import torch
 from pruned import assert_pruned
 from safetensors.torch import load_file
 
-from proxsparse import prune
+from proxsparse import evaluate, prune
 from proxsparse.errors import run_command
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.loading import load_model
@@ -14,17 +14,39 @@ from proxsparse.models.loading import load_model
 QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2"]
 
 
+def call(main, *arguments) -> None:
+    """The command must succeed."""
+    assert main(list(map(str, arguments))) == 0
+
+
+def rows_in(file) -> list[dict]:
+    """The lines of a .jsonl file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def rows_printed(capsys, *arguments) -> list[dict]:
+    """What `proxsparse evaluate` prints as JSON."""
+    call(evaluate.main, *arguments, "--json")
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def result_of(folder) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def config_of(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
 def run(main, model, text, output_dir, *flags) -> dict:
     """Runs train or prune on a model and a text; its result.json."""
-    given = ["--model", model, "--data", text, "--eval_data", text, "--output_dir", output_dir, *QUICK, *flags]
-    assert main(list(map(str, given))) == 0
-    return json.loads((output_dir / "result.json").read_text())
+    call(main, "--model", model, "--data", text, "--eval_data", text, "--output_dir", output_dir, *QUICK, *flags)
+    return result_of(output_dir)
 
 
 def pruned(model, folder, *flags):
     """The folder of a run of magnitude pruning."""
-    given = ["--method", "magnitude", "--model", model, "--eval_data", "none", "--output_dir", folder, *flags]
-    assert prune.main(list(map(str, given))) == 0
+    call(prune.main, "--method", "magnitude", "--model", model, "--eval_data", "none", "--output_dir", folder, *flags)
     return folder
 
 
