@@ -194,7 +194,7 @@ def test_the_free_memory_is_known():
 def test_a_model_without_a_plan_is_not_checked(tiny_llama, monkeypatch):
     flags = parse_train(["--model", str(tiny_llama)])
     monkeypatch.setattr(memory, "Plan", lambda args: args.no_such_flag)
-    memory.require_memory(flags, torch.device("cpu"), tmp_path)
+    memory.require_memory(flags, torch.device("cpu"), tiny_llama)
 
 
 def test_the_learning_state_is_freed_before_the_perplexity_is_measured(tmp_path, monkeypatch):
