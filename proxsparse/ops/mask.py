@@ -23,7 +23,7 @@ def _nm_mask_fake(score, n, m):
     return torch.empty(score.shape, dtype=torch.bool, device=score.device)
 
 
-@register_kernel("nm_mask", "reference", supports=lambda *args: None)
+@register_kernel("nm_mask", "reference")
 def _reference(score: Tensor, n: int, m: int) -> Tensor:
     return reference.nm_mask(score, NMPattern(n, m))
 

@@ -66,6 +66,17 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return groups.flatten(-2)[..., : unpacked.shape[-1]].to(scales.dtype)
 
 
+def empty(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Tensors for the results of `quantize`, whose content is arbitrary."""
+    codes = values.new_empty((*values.shape[:-1], values.shape[-1] * bits // 8), dtype=CODES[bits])
+    return codes, values.new_empty(shape_of_scales(codes))
+
+
+def empty_values(codes: Tensor, scales: Tensor) -> Tensor:
+    """A tensor for the result of `dequantize`, whose content is arbitrary."""
+    return scales.new_empty((*codes.shape[:-1], columns(codes) // 2))
+
+
 def rounded(values: Tensor, scales: Tensor, smallest: int, largest: int) -> Tensor:
     """The codes nearest to values / scales; 0 where the scale is 0."""
     return (values / torch.where(scales == 0, torch.inf, scales)).round().clamp(smallest, largest)
