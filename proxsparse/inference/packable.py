@@ -31,43 +31,35 @@ def packable_layers(
     with phase("looking for pruned layers", unit="layer") as current:
         for names in current.count(linears):
             name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
-            selected = is_selected(name, include, exclude)
-            if selected and (pattern := pattern_of(name, weight_of(name), bool(include), is_tied, bits)):
+            if not is_selected(name, include, exclude):
+                continue
+            found, alarming = pattern_or_obstacle(weight_of(name), is_tied, bits)
+            if isinstance(found, NMPattern):
                 refuse_altered(model, name)
-                chosen.append((names, pattern))
+                chosen.append((names, found))
+            elif alarming or include:
+                raise ValueError(f"{name}: {found}; to leave it dense, exclude {name!r}")
         current.result = f"{len(chosen)} found"
     if not chosen:
-        flags = ", ".join(f"{name}={value}" for name, value in (("include", include), ("exclude", exclude)) if value)
-        reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERNS}{flags and f' and selected by {flags}'} "
-        reason += "(Conv1D and fused experts stay dense)"
-        packed = names_of_modules(model, SparseLinear)
-        remedy = "the other layers are already packed" if packed else "first run proxsparse prune"
-        remedy += " (if they are pruned, select others)" * bool(include or exclude)
-        if any(type(module).__name__ in ("Conv1D", "TransposedLinear") for module in model.modules()):
+        kinds = {type(module).__name__ for module in model.modules()}
+        remedy = "first run proxsparse prune" + ", or select others" * bool(include or exclude)
+        if SparseLinear.__name__ in kinds:
+            remedy = "the other layers are already packed"
+        if kinds & {"Conv1D", "TransposedLinear"}:
             remedy = f"the weights of {type(model).__name__} are in Conv1D modules, which cannot be packed"
-        raise ValueError(f"nothing to pack: {reason}; {remedy}")
+        raise ValueError(
+            f"nothing to pack: none of {len(linears)} dense nn.Linear layers is {PATTERNS} and selected "
+            f"({include=}, {exclude=}; Conv1D and fused experts stay dense); {remedy}"
+        )
     return chosen
 
 
-def pattern_of(
-    name: str, weight: Tensor | None, named: bool = False, tied: bool = False, bits: int = 16
-) -> NMPattern | None:
-    """The pattern to pack the layer `name` with; None to leave it dense.
-
-    Raises:
-        ValueError: at least half of its blocks, but not all, have a pattern; or `include` names it and it cannot be
-            packed; or a weight is NaN, or has no code of 8 or 4 bits.
-    """
-    found, alarming = pattern_or_obstacle(weight, tied, bits)
-    if isinstance(found, NMPattern):
-        return found
-    if alarming or named:
-        raise ValueError(f"{name}: {found}; to leave it dense, exclude {name!r}")
-    return None
-
-
 def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[NMPattern | str, bool]:
-    """The first pattern of a weight; or why it cannot be packed, and whether this is an error without `include`."""
+    """The first pattern of a weight; or why it cannot be packed, and whether this is an error without `include`.
+
+    It is an error if the layer seems to be pruned: at least half of its blocks, but not all, have a pattern, or if a
+    weight is NaN or has no code of 8 or 4 bits.
+    """
     if tied:
         return "its weight is tied to that of another module, which needs it dense", False
     if weight is None:

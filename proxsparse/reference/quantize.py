@@ -117,11 +117,6 @@ def columns(values: Tensor) -> int:
     return values.shape[-1] * (4 if values.dtype == CODES[4] else 2)
 
 
-def width_of_values(in_features: int, bits: int) -> int:
-    """The inverse of `columns`: the values in a row of a packed 2:4 weight with 16 bits, or the bytes of its codes."""
-    return in_features // (4 if bits == 4 else 2)
-
-
 def scales_of_row(in_features: int, bits: int) -> int:
     """The number of scales in a row of a packed 2:4 weight with codes of 8 or 4 bits."""
     return 1 if bits == 8 else -(-in_features // (2 * GROUP))
@@ -130,6 +125,12 @@ def scales_of_row(in_features: int, bits: int) -> int:
 def shape_of_scales(codes: Tensor) -> tuple[int, ...]:
     """The shape of the scales that belong to these codes."""
     return (*codes.shape[:-1], scales_of_row(columns(codes), bits_of(codes)))
+
+
+def packed_shapes(rows: int, columns: int, bits: int) -> dict[str, tuple[int, int]]:
+    """Name -> shape, for the tensors of a packed 2:4 weight [rows, columns] with 16, 8 or 4 bits."""
+    shapes = {"values": (rows, columns // (4 if bits == 4 else 2)), "indices": (rows, -(-columns // 8))}
+    return shapes if bits == 16 else shapes | {"scales": (rows, scales_of_row(columns, bits))}
 
 
 def check_values(values: Tensor, bits: int) -> None:
