@@ -140,11 +140,7 @@ def require_shared_directory(folder: Path) -> None:
 
 def all_reduce_sum(values: list[float]) -> list[float]:
     """The sums over all processes."""
-    if world_size() == 1:
-        return values
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
+    return all_reduce_sum_(torch.tensor(values, dtype=torch.float64)).tolist()
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
