@@ -163,11 +163,8 @@ def layers_to_pack(
 def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, tuple[str, Form]]:
     """Name in the files -> name in the model, form, for the packed layers of a checkpoint, after checking them.
 
-    `config` is the quantization_config of config.json.
-
-    Raises:
-        ValueError: other layers are packed in the files; the model has no such nn.Linear; a tensor is missing or has
-            a wrong shape or dtype.
+    `config` is the quantization_config of config.json. Raises ValueError if other layers are packed in the files, the
+    model has no such nn.Linear, or a tensor is missing or has a wrong shape or dtype.
     """
     layers = {place_of(model, name): (name, form) for name, form in forms(config).items()}
     names, _, _ = model_names(headers, model, [f"{place}.{part}" for place in layers for part in PARTS])

@@ -138,9 +138,8 @@ def annotate(card: Path, bits: Collection[int], packed: bool) -> None:
 def check_tensors(headers: dict[str, Header], packed: dict[str, tuple[nn.Linear, Form]]) -> None:
     """Compares the files with the packed layers that config.json lists: name in the files -> layer in the model, form.
 
-    Raises:
-        ValueError: a layer is packed but not listed, or dense but listed, so that transformers would load random
-            weights; a tensor of a packed layer is missing or has another shape or dtype.
+    Raises ValueError if a layer is packed but not listed, or dense but listed, so that transformers would load random
+    weights, or if a tensor of a packed layer is missing or has another shape or dtype.
     """
     for tensor, header in headers.items():
         layer, _, part = tensor.rpartition(".")

@@ -125,12 +125,7 @@ def direct(
 def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO, scales: Tensor | None = None) -> Kernel:
     """The kernel for x [rows, in_features] and the values, or their codes and scales, of a packed weight.
 
-    The kernel of `backend`; for "auto" that of `use_backend` or PROXSPARSE_BACKEND, else the fastest measured
-    (`choice`).
-
-    Raises:
-        ValueError: the backend is unknown.
-        RuntimeError: an explicitly chosen backend does not support these tensors.
+    That of the `explicit_kernel`, which raises if it does not support these tensors; else the fastest measured one.
     """
     return explicit_kernel("sparse_linear", x, values, scales, backend=backend) or choice.choose(x, values, scales)
 

@@ -63,7 +63,7 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
         chosen: for each group, whether the caller gave it a reg_lambda: then without `model` it does not change.
         model: only the `body_weights` of this model are pruned.
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or the model has no layer to prune.
     """
     for group in groups:
         check_settings(group)

@@ -104,14 +104,6 @@ def unpack_codes(codes: Tensor) -> Tensor:
     return (torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) ^ 8) - 8
 
 
-def bits_of(codes: Tensor) -> int:
-    """8 or 4. Raises ValueError for a dtype that codes do not have."""
-    for bits, dtype in CODES.items():
-        if codes.dtype == dtype:
-            return bits
-    raise ValueError(f"codes are {codes.dtype}: they must be torch.int8 (8 bits) or torch.uint8 (4 bits)")
-
-
 def columns(values: Tensor) -> int:
     """in_features of a packed 2:4 weight, from its values or their codes: there are two in every byte of uint8."""
     return values.shape[-1] * (4 if values.dtype == CODES[4] else 2)
@@ -123,8 +115,11 @@ def scales_of_row(in_features: int, bits: int) -> int:
 
 
 def shape_of_scales(codes: Tensor) -> tuple[int, ...]:
-    """The shape of the scales that belong to these codes."""
-    return (*codes.shape[:-1], scales_of_row(columns(codes), bits_of(codes)))
+    """The shape of the scales that belong to these codes. Raises ValueError for a dtype that codes do not have."""
+    bits = {dtype: bits for bits, dtype in CODES.items()}.get(codes.dtype)
+    if bits is None:
+        raise ValueError(f"codes are {codes.dtype}: they must be torch.int8 (8 bits) or torch.uint8 (4 bits)")
+    return (*codes.shape[:-1], scales_of_row(columns(codes), bits))
 
 
 def packed_shapes(rows: int, columns: int, bits: int) -> dict[str, tuple[int, int]]:
