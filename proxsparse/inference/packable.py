@@ -31,14 +31,10 @@ def packable_layers(
     with phase("looking for pruned layers", unit="layer") as current:
         for names in current.count(linears):
             name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
-            if not is_selected(name, include, exclude):
-                continue
-            found, alarming = pattern_or_obstacle(weight_of(name), is_tied, bits)
-            if isinstance(found, NMPattern):
+            selected = is_selected(name, include, exclude)
+            if selected and (pattern := pattern_of(name, weight_of(name), bool(include), is_tied, bits)):
                 refuse_altered(model, name)
-                chosen.append((names, found))
-            elif alarming or include:
-                raise ValueError(f"{name}: {found}; to leave it dense, exclude {name!r}")
+                chosen.append((names, pattern))
         current.result = f"{len(chosen)} found"
     if not chosen:
         kinds = {type(module).__name__ for module in model.modules()}
@@ -54,12 +50,24 @@ def packable_layers(
     return chosen
 
 
-def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[NMPattern | str, bool]:
-    """The first pattern of a weight; or why it cannot be packed, and whether this is an error without `include`.
+def pattern_of(
+    name: str, weight: Tensor | None, named: bool = False, tied: bool = False, bits: int = 16
+) -> NMPattern | None:
+    """The pattern to pack the layer `name` with; None to leave it dense.
 
-    It is an error if the layer seems to be pruned: at least half of its blocks, but not all, have a pattern, or if a
-    weight is NaN or has no code of 8 or 4 bits.
+    Raises ValueError if at least half of its blocks, but not all, have a pattern, if `include` names it and it cannot
+    be packed, or if a weight is NaN, or has no code of 8 or 4 bits.
     """
+    found, alarming = pattern_or_obstacle(weight, tied, bits)
+    if isinstance(found, NMPattern):
+        return found
+    if alarming or named:
+        raise ValueError(f"{name}: {found}; to leave it dense, exclude {name!r}")
+    return None
+
+
+def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[NMPattern | str, bool]:
+    """The first pattern of a weight; or why it cannot be packed, and whether this is an error without `include`."""
     if tied:
         return "its weight is tied to that of another module, which needs it dense", False
     if weight is None:
