@@ -4,22 +4,14 @@
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
 from proxsparse.inference.packable import names_of_modules, packable_layers
-from proxsparse.inference.packed_checkpoint import (
-    PARTS,
-    QUANT_METHOD,
-    Form,
-    check_layer,
-    check_layers,
-    description,
-    forms,
-    spellings,
-)
+from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import quant_method
 from proxsparse.models.matching import Match, model_names
@@ -150,18 +142,9 @@ def layers_to_pack(
     exclude: list[str] | None = None,
     bits: int = 16,
 ) -> dict[str, tuple[str, NMPattern]]:
-    """The layers of a checkpoint that `sparsify_` would pack: name in the model -> name in the packed files, pattern.
+    """The layers of a dense checkpoint that `sparsify_` would pack: name in the model -> name in the files, pattern.
 
-    The name in the packed files is that in the dense files, unless transformers would not rename the packed tensors as
-    it renames the weight.
-
-    Args:
-        headers: the headers of the dense checkpoint.
-        model: the model of its config.json, which may be on the meta device.
-        names: how the files fit the model.
-        include, exclude, bits: see `sparsify_`.
-    Raises:
-        ValueError: as `sparsify_`.
+    The model may be on the meta device; `names`: how the files fit it. Raises as `sparsify_`.
     """
     stored = {inside: name for name, inside in names.names.items() if name not in names.merged}
 
@@ -180,34 +163,30 @@ def layers_to_pack(
 def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, tuple[str, Form]]:
     """Name in the files -> name in the model, form, for the packed layers of a checkpoint, after checking them.
 
-    Args:
-        config: the quantization_config of config.json; for the names of its layers see `spellings`.
-    Raises:
-        ValueError: other layers are packed in the files; the model has no such nn.Linear; a tensor is missing or has
-            a wrong shape or dtype.
+    `config` is the quantization_config of config.json. Raises ValueError if other layers are packed in the files, the
+    model has no such nn.Linear, or a tensor is missing or has a wrong shape or dtype.
     """
-    layers = forms(config)
-    places = [place_of(model, layer) for layer in layers]
-    names, _, _ = model_names(headers, model, [f"{place}.{part}" for place in places for part in PARTS])
+    layers = {place_of(model, name): (name, form) for name, form in forms(config).items()}
+    names, _, _ = model_names(headers, model, [f"{place}.{part}" for place in layers for part in PARTS])
     files = {inside: name for name, inside in names.items()}
-    stored = [
-        files.get(f"{place}.values", f"{layer}.values").removesuffix(".values")
-        for layer, place in zip(layers, places, strict=True)
-    ]
-    check_layers(headers, stored)
-    for name, layer, place in zip(stored, layers, places, strict=True):
-        check_layer(headers, name, model.get_submodule(place), layers[layer])
-    return dict(zip(stored, zip(places, layers.values(), strict=True), strict=True))
+    packed = {
+        files.get(f"{place}.values", f"{name}.values").removesuffix(".values"): (place, form)
+        for place, (name, form) in layers.items()
+    }
+    check_tensors(headers, {name: (model.get_submodule(place), form) for name, (place, form) in packed.items()})
+    return packed
 
 
 def place_of(model: nn.Module, name: str) -> str:
-    """The name of a packed layer in the model. Raises ValueError if the model has no nn.Linear there."""
-    for place in spellings(name, model.base_model_prefix):
-        try:
+    """The name of a packed layer in the model. Raises ValueError if the model has no nn.Linear there.
+
+    A model and its base model can load each other's files and share a config, so their prefix may be left out or added.
+    """
+    prefix = f"{model.base_model_prefix}."
+    for place in (name, name.removeprefix(prefix), prefix + name):
+        with suppress(AttributeError):
             if isinstance(model.get_submodule(place), nn.Linear):
                 return place
-        except AttributeError:
-            continue
     raise ValueError(
         f"packed layer {name}: {type(model).__name__} has no nn.Linear with this name; load the checkpoint with the "
         "class that it was packed for (`architectures` in config.json), or download config.json again"

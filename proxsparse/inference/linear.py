@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, sparse_linear, unpack_nm
+from proxsparse.ops import pack_nm, quantize_nm, sparse_linear
 from proxsparse.ops.registry import AUTO, get_kernel
-from proxsparse.ops.sparse_linear import as_rows, check_sparse_linear, direct
+from proxsparse.ops.sparse_linear import as_rows, check_sparse_linear, dense_weight, direct
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference.pack import check_packed
-from proxsparse.reference.quantize import CODES, shape_of_scales, width_of_values
+from proxsparse.reference.quantize import CODES, packed_shapes
 from proxsparse.reference.windows import expand, expanded_features
 
 BITS = (16, *CODES)  # 16: the dtype of the layer, whatever its size
@@ -73,13 +73,10 @@ class SparseLinear(nn.Module):
         if backend != AUTO:
             get_kernel("sparse_linear", backend)
         self.in_features, self.out_features, self.backend, self.bits = in_features, out_features, backend, bits
-        columns = expanded_features(in_features, self.pattern.m)
-        width = width_of_values(columns, bits)
-        self.values = frozen(torch.empty(out_features, width, device=device, dtype=CODES.get(bits, dtype)))
-        shape = shape_of_scales(self.values) if bits in CODES else None
-        self.scales = frozen(torch.empty(shape, device=device, dtype=dtype)) if shape else None
-        indices = torch.empty(out_features, -(-columns // 8), device=device, dtype=torch.uint8)
-        self.register_buffer("indices", indices)
+        shapes = packed_shapes(out_features, expanded_features(in_features, self.pattern.m), bits)
+        self.values = frozen(torch.empty(shapes["values"], device=device, dtype=CODES.get(bits, dtype)))
+        self.scales = frozen(torch.empty(shapes["scales"], device=device, dtype=dtype)) if bits in CODES else None
+        self.register_buffer("indices", torch.empty(shapes["indices"], device=device, dtype=torch.uint8))
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.prepared: tuple[str, torch.dtype, Tensor] | None = None  # backend, dtype of values, weight
@@ -125,8 +122,8 @@ class SparseLinear(nn.Module):
         device = x.device.type
         if device not in NO_AUTOCAST and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            x, scales, bias = (autocast_to(dtype, tensor) for tensor in (x, scales, bias))
             values = autocast_to(dtype, values) if scales is None else values
+            x, scales, bias = (autocast_to(dtype, tensor) for tensor in (x, scales, bias))
         prepared = self.prepared_weight(x, values)
         return sparse_linear(x, values, indices, bias, prepared, self.backend, scales, self.pattern)
 
@@ -175,9 +172,7 @@ class SparseLinear(nn.Module):
 
     def dense_weight(self) -> Tensor:
         """The unpacked weight, [out_features, in_features], in the dtype of the layer."""
-        values, scales = self.values, self.scales
-        values = values if scales is None else dequantize_nm(values, scales)
-        return unpack_nm(values, self.indices, self.pattern, self.in_features)
+        return dense_weight(self.values, self.indices, self.scales, self.pattern.m, self.in_features)
 
     def extra_repr(self) -> str:
         return (

@@ -37,15 +37,16 @@ def packable_layers(
                 chosen.append((names, pattern))
         current.result = f"{len(chosen)} found"
     if not chosen:
-        flags = ", ".join(f"{name}={value}" for name, value in (("include", include), ("exclude", exclude)) if value)
-        reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERNS}{flags and f' and selected by {flags}'} "
-        reason += "(Conv1D and fused experts stay dense)"
-        packed = names_of_modules(model, SparseLinear)
-        remedy = "the other layers are already packed" if packed else "first run proxsparse prune"
-        remedy += " (if they are pruned, select others)" * bool(include or exclude)
-        if any(type(module).__name__ in ("Conv1D", "TransposedLinear") for module in model.modules()):
+        kinds = {type(module).__name__ for module in model.modules()}
+        remedy = "first run proxsparse prune" + ", or select others" * bool(include or exclude)
+        if SparseLinear.__name__ in kinds:
+            remedy = "the other layers are already packed"
+        if kinds & {"Conv1D", "TransposedLinear"}:
             remedy = f"the weights of {type(model).__name__} are in Conv1D modules, which cannot be packed"
-        raise ValueError(f"nothing to pack: {reason}; {remedy}")
+        raise ValueError(
+            f"nothing to pack: none of {len(linears)} dense nn.Linear layers is {PATTERNS} and selected "
+            f"({include=}, {exclude=}; Conv1D and fused experts stay dense); {remedy}"
+        )
     return chosen
 
 
@@ -54,9 +55,8 @@ def pattern_of(
 ) -> NMPattern | None:
     """The pattern to pack the layer `name` with; None to leave it dense.
 
-    Raises:
-        ValueError: at least half of its blocks, but not all, have a pattern; or `include` names it and it cannot be
-            packed; or a weight is NaN, or has no code of 8 or 4 bits.
+    Raises ValueError if at least half of its blocks, but not all, have a pattern, if `include` names it and it cannot
+    be packed, or if a weight is NaN, or has no code of 8 or 4 bits.
     """
     found, alarming = pattern_or_obstacle(weight, tied, bits)
     if isinstance(found, NMPattern):

@@ -28,7 +28,7 @@ from proxsparse.io.model_files import (
     write_index,
 )
 from proxsparse.patterns import MIXED, NMPattern, pattern_name
-from proxsparse.reference.quantize import CODES, scales_of_row, width_of_values
+from proxsparse.reference.quantize import CODES, packed_shapes
 from proxsparse.reference.windows import expanded_features
 
 FORMAT_VERSION = 4
@@ -79,32 +79,23 @@ def forms(config: dict) -> dict[str, Form]:
 
 def check_description(config: dict) -> None:
     """Raises ValueError for a quantization_config that does not describe a packed checkpoint of this format version."""
-    method = config.get("quant_method") if isinstance(config, dict) else config
-    if not isinstance(config, dict) or method != QUANT_METHOD:
-        raise ValueError(f"quantization_config has quant_method {method!r}: not a packed checkpoint of proxsparse")
-    version, layers = config.get("format_version"), config.get("layers")
+    if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
+        raise ValueError(f"quantization_config is {config!r:.60}; give the --output_dir of proxsparse pack")
+    version, layers, bits = config.get("format_version"), config.get("layers"), config.get("bits", {})
     if version not in READABLE:
         raise ValueError(
             f"packed checkpoint has format version {version!r}, but this proxsparse reads "
             f"{', '.join(map(str, READABLE))}; update proxsparse, or pack the dense checkpoint again"
         )
-    if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
-        raise ValueError(
-            "packed checkpoint: `layers` in quantization_config of config.json must be a list of layer names; "
-            "pack the dense checkpoint again"
-        )
-    bits = config.get("bits", {})
-    if not isinstance(bits, dict) or not set(bits) <= set(layers) or any(n not in tuple(CODES) for n in bits.values()):
-        raise ValueError(
-            "packed checkpoint: `bits` in quantization_config of config.json must have 8 or 4 for some of `layers`; "
-            "pack the dense checkpoint again"
-        )
     try:
+        named = isinstance(layers, list) and layers and all(isinstance(name, str) for name in layers)
+        if not named or not bits.keys() <= set(layers) or not set(bits.values()) <= CODES.keys():
+            raise ValueError(f"layers {layers!r:.60}, bits {bits!r:.60}")
         forms(config)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"packed checkpoint: `pattern` or `patterns` in quantization_config of config.json is not valid ({error}); "
-            "pack the dense checkpoint again"
+            "packed checkpoint: quantization_config of config.json must have `layers`, a list of names, `bits`, 8 or 4 "
+            f"for some of `layers`, and `pattern` or `patterns` ({error}); pack the dense checkpoint again"
         ) from error
 
 
@@ -112,10 +103,9 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     """Reads the config.json of a packed or a dense checkpoint. Raises ValueError if it is missing or of another one."""
     folder, commands = str(path.parent), "proxsparse pack" if packed else "train, prune or finetune"
     wanted = f"the --output_dir of {commands}"
-    if not path.parent.is_dir():
-        raise ValueError(f"{folder!r}: no such folder; give {wanted}")
     if not path.is_file():
-        raise ValueError(f"{folder!r}: {path.name} is missing; give {wanted}")
+        missing = f"{path.name} is missing" if path.parent.is_dir() else "no such folder"
+        raise ValueError(f"{folder!r}: {missing}; give {wanted}")
     config = read_object(path)
     entry = config.get("quantization_config")
     if packed and entry is None:
@@ -131,10 +121,7 @@ def read_packed_config(path: Path, packed: bool) -> dict:
 def annotate(card: Path, bits: Collection[int], packed: bool) -> None:
     """Adds to the model card how the layers are packed, or removes it; what was rounded remains in the card.
 
-    Works on bytes, because the encoding is unknown.
-
-    Args:
-        bits: those of the layers that are, or were, packed.
+    Works on bytes, because the encoding is unknown. `bits` are those of the layers that are, or were, packed.
     """
     rounded = " or ".join(str(number) for number in sorted({*bits} - {16}))
     text = ANY_NOTE.sub(b"", card.read_bytes() if card.is_file() else b"")
@@ -148,23 +135,12 @@ def annotate(card: Path, bits: Collection[int], packed: bool) -> None:
         card.write_bytes(text)
 
 
-def spellings(name: str, prefix: str) -> tuple[str, str, str]:
-    """The names that a layer may have: unchanged, without the prefix of the base model, and with it.
+def check_tensors(headers: dict[str, Header], packed: dict[str, tuple[nn.Linear, Form]]) -> None:
+    """Compares the files with the packed layers that config.json lists: name in the files -> layer in the model, form.
 
-    A model and its base model can load each other's files and share a config.
+    Raises ValueError if a layer is packed but not listed, or dense but listed, so that transformers would load random
+    weights, or if a tensor of a packed layer is missing or has another shape or dtype.
     """
-    return name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
-
-
-def check_layers(headers: dict[str, Header], stored: list[str]) -> None:
-    """Compares the packed layers in the files with those that config.json lists.
-
-    Args:
-        stored: the latter, as the files name them.
-    Raises:
-        ValueError: a layer is packed but not listed, or dense but listed; transformers would load random weights.
-    """
-    packed = set(stored)
     for tensor, header in headers.items():
         layer, _, part = tensor.rpartition(".")
         dense = part == "weight" and header.shape != (0,)
@@ -174,32 +150,27 @@ def check_layers(headers: dict[str, Header], stored: list[str]) -> None:
                 f"{header.file} contains {tensor}, but the quantization_config in config.json {says}; "
                 "download the checkpoint again, or pack it again"
             )
+    for name, (linear, form) in packed.items():
+        for tensor, (shape, dtypes) in tensors_of(name, linear, form).items():
+            header = headers.get(tensor)
+            if header is None:
+                raise ValueError(f"packed layer {name}: no file has {tensor}; download the checkpoint again")
+            if header.shape != shape or header.dtype not in dtypes:
+                raise ValueError(
+                    f"{header.file}: {tensor} is {header.dtype} {list(header.shape)}, but the model needs "
+                    f"{' or '.join(dtypes)} {list(shape)}; pack the pruned folder again"
+                )
 
 
-def check_layer(headers: dict[str, Header], name: str, linear: nn.Linear, form: Form) -> None:
-    """Raises ValueError unless the files contain the tensors of a packed layer with the expected shapes and dtypes."""
-    out_features, bits = linear.out_features, form.bits
+def tensors_of(name: str, linear: nn.Linear, form: Form) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Name in the files -> shape and possible dtypes, for the tensors of a packed layer."""
     form.pattern.check_blocks(linear.weight.shape, f"packed layer {name}: weight")
     columns = expanded_features(linear.in_features, form.pattern.m)
-    needed = {
-        f"{name}.values": ((out_features, width_of_values(columns, bits)), DTYPES[bits]),
-        f"{name}.indices": ((out_features, -(-columns // 8)), ("U8",)),
-    }
-    if bits != 16:
-        needed[f"{name}.scales"] = ((out_features, scales_of_row(columns, bits)), SAFETENSORS_FLOATS)
+    shapes = packed_shapes(linear.out_features, columns, form.bits)
     if linear.bias is not None:
-        needed[f"{name}.bias"] = ((out_features,), SAFETENSORS_FLOATS)
-    for tensor, (shape, dtypes) in needed.items():
-        header = headers.get(tensor)
-        if header is None:
-            raise ValueError(
-                f"packed layer {name}: no file has {tensor}; download the checkpoint again, or pack it again"
-            )
-        if header.shape != shape or header.dtype not in dtypes:
-            raise ValueError(
-                f"{header.file}: {tensor} is {header.dtype} {list(header.shape)}, but the model needs "
-                f"{' or '.join(dtypes)} {list(shape)}; pack the pruned folder again"
-            )
+        shapes["bias"] = (linear.out_features,)
+    dtypes = {"values": DTYPES[form.bits], "indices": ("U8",)}
+    return {f"{name}.{part}": (shape, dtypes.get(part, SAFETENSORS_FLOATS)) for part, shape in shapes.items()}
 
 
 def layer_bytes(layers: list[str], headers: dict[str, Header]) -> int:
@@ -236,9 +207,7 @@ def write_shard(folder: Path, shard: dict[str, Tensor], number: int) -> list[str
     """Writes a shard to a temporary name, empties it, and returns the names of its tensors."""
     from safetensors.torch import save_file
 
-    names = sorted(shard)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in shard.items()}, folder / f"{number}.part", {"format": "pt"}
-    )
+    names, tensors = sorted(shard), {name: tensor.contiguous() for name, tensor in shard.items()}
+    save_file(tensors, folder / f"{number}.part", {"format": "pt"})
     shard.clear()
     return names

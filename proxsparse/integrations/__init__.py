@@ -4,7 +4,6 @@ from proxsparse_autoload import after_import, register
 
 
 def register_adapters() -> None:
-    """Lets peft say what packed layers need."""
     from proxsparse.integrations.peft_lora import extend_peft
 
     extend_peft()

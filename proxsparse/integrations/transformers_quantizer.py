@@ -74,15 +74,15 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:
         """Checks every packed layer once: kernels do not check the indices."""
         for name, layer in model.named_modules():
-            if isinstance(layer, SparseLinear):
-                layer.requires_grad_(False)
-                if layer.indices.is_meta or layer.values.is_meta:  # offloaded to disk
-                    continue
-                try:
+            if not isinstance(layer, SparseLinear):
+                continue
+            layer.requires_grad_(False)
+            try:
+                if not (layer.indices.is_meta or layer.values.is_meta):  # offloaded to disk
                     check_packed(layer.values, layer.indices, scales=layer.scales)
-                except ValueError as error:
-                    where = f"{model.name_or_path}: packed layer {name}"
-                    raise ValueError(f"{where}: {error}; download the model again") from error
+            except ValueError as error:
+                where = f"{model.name_or_path}: packed layer {name}"
+                raise ValueError(f"{where}: {error}; download the model again") from error
         return model
 
     def _dequantize(self, model: nn.Module, dtype=None) -> nn.Module:

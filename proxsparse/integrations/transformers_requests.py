@@ -17,7 +17,7 @@ def is_number(value, low: float, high: float, kind=int | float) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
 
 
-# Each of these returns the test of a field, and the words for what passes it.
+# Each of these two returns the test of a field, and the words for what passes it.
 
 
 def number(low: float, high: float) -> tuple[Callable, str]:
@@ -26,10 +26,6 @@ def number(low: float, high: float) -> tuple[Callable, str]:
 
 def integer(low: int, high: int) -> tuple[Callable, str]:
     return lambda value: is_number(value, low, high, int), f"an integer from {low} to {high}"
-
-
-def instance(kind: type, words: str) -> tuple[Callable, str]:
-    return lambda value: isinstance(value, kind), words
 
 
 def each(values, holds: Callable) -> bool:
@@ -53,7 +49,8 @@ def is_message(value) -> bool:
 
 
 TOKENS = (lambda v: is_number(v, 1, math.inf, int), "an integer, at least 1")
-STRING, SWITCH = instance(str, "a string"), instance(bool, "true or false")
+SWITCH = (lambda v: isinstance(v, bool), "true or false")
+STRING = (lambda v: isinstance(v, str), "a string")
 FIELDS = {  # name -> whether a value is right, and what it must be. null is the same as no value
     # 0 means greedy. The scores are divided by it, in fp32
     "temperature": (lambda v: v == 0 or is_number(v, 1e-6, 100), "0, or a number from 1e-06 to 100"),
@@ -61,21 +58,14 @@ FIELDS = {  # name -> whether a value is right, and what it must be. null is the
     "frequency_penalty": number(-0.99, 2),  # a repetition penalty of 0.01 to 3
     "presence_penalty": number(-2, 2),
     "seed": integer(-(2**63), 2**64 - 1),  # of torch
-    "max_tokens": TOKENS,
-    "max_completion_tokens": TOKENS,
-    "max_output_tokens": TOKENS,
-    "max_tool_calls": TOKENS,
-    "n": integer(1, 128),
-    "best_of": integer(1, 128),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_tool_calls"), TOKENS),
+    **dict.fromkeys(("n", "best_of"), integer(1, 128)),
     "logprobs": (lambda v: isinstance(v, bool) or is_number(v, 0, 20, int), "true, false or an integer from 0 to 20"),
     "top_logprobs": integer(0, 20),
     "stop": (lambda v: is_stop(v) or each(v, is_stop), "a string or a list of strings, none of them empty"),
-    "stream": SWITCH,
-    "parallel_tool_calls": SWITCH,
-    "prompt": STRING,
-    "suffix": STRING,
-    "instructions": STRING,
-    "input": instance(str | list, "a string or a list"),
+    **dict.fromkeys(("stream", "parallel_tool_calls"), SWITCH),
+    **dict.fromkeys(("prompt", "suffix", "instructions"), STRING),
+    "input": (lambda v: isinstance(v, str | list), "a string or a list"),
     "messages": (lambda v: each(v, is_message), "a list of objects with a role and a content"),
     "tools": (lambda v: each(v, lambda tool: isinstance(tool, dict)), "a list of objects"),
     "generation_config": (lambda _v: False, "left out; the other fields have the settings of an answer"),

@@ -53,7 +53,10 @@ class PackedServer(Serve):
         super().__init__(name, **settings)
 
     def start_server(self) -> None:
-        """Called by transformers when the model is loaded: makes the changes and starts the thread."""
+        """Called by transformers when the model is loaded: makes the changes and starts the threads.
+
+        Raises InputError if the cache does not fit into the memory.
+        """
         manager, state, app = self._model_manager, self._generation_state, self.server.config.app
         self.model, processor = manager.load_model_and_processor(manager.process_model_name(self.name))
         self.tokenizer = getattr(processor, "tokenizer", processor)
@@ -66,7 +69,12 @@ class PackedServer(Serve):
         manager.get_model_modality = lambda *_, **_more: modality
         entry = {"id": self.name, "object": "model", "owned_by": "", "created": int(time.time())}
         manager.get_gen_models = lambda: [entry]
-        self.start_batches()
+        try:
+            self.batches.init_cb(self.model, None)
+        except (MemoryError, RuntimeError) as error:  # of transformers, or of torch: the system limits the memory
+            if "memory" not in str(error):
+                raise
+            raise InputError(f"--cache_tokens {self.batches.cache_tokens}: {error}; lower it") from error
         state._cb_manager, state._cb_model_id = self.batches, self.name
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler.handle_request = functools.partial(self.answer, handler.handle_request)
@@ -81,15 +89,6 @@ class PackedServer(Serve):
         limit = max(MIN_BODY_BYTES, room * longest)
         app.add_middleware(Guard, host=self.server.config.host, origins=self.origins, body_bytes=limit, tokens=room)
         super().start_server()
-
-    def start_batches(self) -> None:
-        """Starts the thread that generates. Raises InputError if its cache does not fit into the memory."""
-        try:
-            self.batches.init_cb(self.model, None)
-        except (MemoryError, RuntimeError) as error:  # of transformers, or of torch: the system limits the memory
-            if "memory" not in str(error):
-                raise
-            raise InputError(f"--cache_tokens {self.batches.cache_tokens}: {error}; lower it") from error
 
     async def answer(self, handle_request, body: dict, request_id: str):
         """The response to a request, by a handler of transformers."""
@@ -148,8 +147,8 @@ class Guard:
             size, more = size + len(parts[-1].get("body", b"")), parts[-1].get("more_body", False)
             if size > self.body_bytes:
                 words = f"the request has more than {self.body_bytes} bytes, but this server has room for"
-                refused = error_response(413, f"{words} {self.tokens} tokens; shorten the prompt")
-                await refused(scope, receive, send)
+                refusal = f"{words} {self.tokens} tokens; shorten the prompt"
+                await error_response(413, refusal)(scope, receive, send)
                 return
 
         async def receive_again():

@@ -102,14 +102,12 @@ class ProxTrainerMixin:
         """Layer name -> LearnableLayer, for every parameter that the optimizer prunes."""
         reshard_(self.model)
         name_of = {parameter: WRAPPERS.sub("", name) for name, parameter in self.model.named_parameters()}
-        groups = self.optimizer.param_groups
-        patterns = {weight: group["pattern"] for group in groups for weight in pruned_parameters(group)}
-        return {
-            name_of[weight].removesuffix(".weight"): LearnableLayer(
-                None, weight, local(weight), None, NMPattern.parse(pattern)
-            )
-            for weight, pattern in patterns.items()
-        }
+        found = {}
+        for group in self.optimizer.param_groups:
+            for weight in pruned_parameters(group):
+                layer = LearnableLayer(None, weight, local(weight), None, NMPattern.parse(group["pattern"]))
+                found[name_of[weight].removesuffix(".weight")] = layer
+        return found
 
 
 class HoldMasksCallback(TrainerCallback):

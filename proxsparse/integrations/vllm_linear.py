@@ -14,7 +14,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScalePa
 from proxsparse.inference.packed_checkpoint import Form
 from proxsparse.ops import sparse_linear
 from proxsparse.reference.pack import check_packed
-from proxsparse.reference.quantize import CODES, GROUP, shape_of_scales, width_of_values
+from proxsparse.reference.quantize import CODES, GROUP, packed_shapes
 from proxsparse.reference.windows import expanded_features
 
 COLUMNS = {16: 8, 8: 8, 4: 2 * GROUP}  # columns of the weight in one byte of indices, or with one scale
@@ -60,12 +60,9 @@ class PackedLinearMethod(LinearMethodBase):
                 "smaller --tensor-parallel-size, in Python tensor_parallel_size"
             )
         self.parts = len(output_partition_sizes)
-        width = width_of_values(columns, self.bits)
-        values = torch.empty(rows, width, dtype=CODES.get(self.bits, params_dtype))
-        tensors = {"values": values, "indices": torch.empty(rows, -(-columns // 8), dtype=torch.uint8)}
-        if self.bits in CODES:
-            tensors["scales"] = torch.empty(shape_of_scales(values), dtype=params_dtype)
-        for name, data in tensors.items():
+        dtypes = {"values": CODES.get(self.bits, params_dtype), "indices": torch.uint8, "scales": params_dtype}
+        for name, shape in packed_shapes(rows, columns, self.bits).items():
+            data = torch.empty(shape, dtype=dtypes[name])
             load = self.recording(name, extra_weight_attrs["weight_loader"])
             parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
             if name == "scales" and self.bits == 8:  # of a whole row, which is in every process

@@ -34,10 +34,7 @@ def quantize_layers_(
     """Rounds the layers of every decoder block in order; the weights become those that the codes stand for.
 
     Args:
-        layers: pruned layers by name, in the decoder blocks.
-        batches: calibration text.
         dtypes: layer name -> dtype of the weight in the packed checkpoint, which may be narrower than here.
-        patterns: layer name -> its pattern.
     Returns:
         Layer name -> codes, scales and indices, on the CPU; scales as `quantize_nm` gives them for that dtype.
     Raises:
@@ -48,16 +45,14 @@ def quantize_layers_(
 
     def visit(collected: dict) -> None:
         for name, statistics in collected.items():
-            layer = layers[name]
+            layer, pattern = layers[name], patterns[name]
             try:
                 with full_precision(layer.weight):
-                    codes, scales, indices = quantize_weight(
-                        layer.weight, statistics, bits, dtypes[name], patterns[name]
-                    )
+                    codes, scales, indices = quantize_weight(layer.weight, statistics, bits, dtypes[name], pattern)
             except ValueError as error:
                 raise InputError(f"{name}: {error}") from error
             values = torch.ops.proxsparse.dequantize_nm(codes, scales)
-            layer.weight.copy_(unpack_nm(values, indices, patterns[name], layer.in_features))
+            layer.weight.copy_(unpack_nm(values, indices, pattern, layer.in_features))
             found[name] = codes.cpu(), scales.cpu(), indices.cpu()
 
     walk(model, layers, batches, InputGram, visit, f"rounding to {bits} bits")

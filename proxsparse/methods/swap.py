@@ -72,13 +72,9 @@ def improve_mask(weight: Tensor, gram: Tensor, mask: Tensor, pattern: NMPattern,
 
 
 def sweep(weight: Tensor, gram: Tensor, mask: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Updates every block once, in order.
+    """Updates every block of some rows once, in order; candidates: bool [C(m, n), m], True = pruned.
 
-    Args:
-        weight, gram, mask: as in `improve_mask`, of any number of rows.
-        candidates: bool [C(m, n), m], True = pruned.
-    Returns:
-        The new mask, and bool [rows]: whether the row has changed.
+    Returns the new mask, and bool [rows]: whether the row has changed.
     """
     m = candidates.shape[1]
     columns = weight.shape[1] - weight.shape[1] % m  # without the remainder, which stays dense
@@ -125,8 +121,5 @@ def rounding_noise(weight: Tensor, gram: Tensor, m: int) -> Tensor:
     Because |H_jk| <= sqrt(H_jj H_kk), this is one rounding error of an upper bound of the block's part of p H p^T.
     """
     reach = weight.abs() * gram.diagonal().sqrt()
-    return (
-        torch.finfo(gram.dtype).eps
-        * reach.sum(1, keepdim=True)
-        * reach[:, : reach.shape[1] // m * m].unflatten(1, (-1, m)).sum(-1)
-    )
+    of_blocks = reach[:, : reach.shape[1] // m * m].unflatten(1, (-1, m)).sum(-1)
+    return torch.finfo(gram.dtype).eps * reach.sum(1, keepdim=True) * of_blocks

@@ -114,11 +114,8 @@ class Sample:
     def run(self, block: nn.Module, index: int) -> Tensor:
         """[1, T, hidden_size], the output of decoder block `index`."""
         args, kwargs = self.calls[index]
-        output = block(
-            self.hidden,
-            *[self.resolve(value) for value in args],
-            **{name: self.resolve(value) for name, value in kwargs.items()},
-        )
+        kwargs = {name: self.resolve(value) for name, value in kwargs.items()}
+        output = block(self.hidden, *map(self.resolve, args), **kwargs)
         if index in self.outputs:
             self.outputs[index] = (None, *output[1:])
         return hidden_of(output)
@@ -151,7 +148,6 @@ def walk(
         collect: `collect(layer)` creates the statistics of a layer's inputs: an object with `add(inputs)`, inputs
             [tokens, in_features]; `tokens`, the number added so far; `sums`, their sum.
         visit: not called for decoder blocks without layers. The statistics are freed when it returns.
-        title: title of the progress bar.
         restored: `restored({layer name: layer})` returns True if it has pruned the block, which is then not visited.
     Raises:
         InputError: no sample, a layer that no token reached, inputs that are not finite; names the layer.

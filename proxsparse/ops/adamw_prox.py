@@ -43,7 +43,7 @@ Arguments = namedtuple(
 )
 
 
-@register_kernel("adamw_prox_", "reference", supports=lambda *arguments: None)
+@register_kernel("adamw_prox_", "reference")
 def _reference(weight, grad, exp_avg, exp_avg_sq, master, scale, *settings) -> None:
     *head, n, m, seed = settings  # head: step to reg_lambda
     pattern = NMPattern(n, m) if head[-1] > 0 else None

@@ -18,6 +18,7 @@ import functools
 import json
 import math
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,13 +26,14 @@ from torch import Tensor
 from proxsparse.ops.registry import Kernel, find_kernel, get_kernel, warn_fallback
 from proxsparse.reference.quantize import columns
 
+T = TypeVar("T")
 MEASURED = Path(__file__).with_name("measured.json")
 REFERENCE, ORDER = "reference", " > "
-# Without measurements: (rows,) -> backends. Few rows are memory-bound, and every sparse kernel reads less memory. For
+# Without measurements: rows -> backends. Few rows are memory-bound, and every sparse kernel reads less memory. For
 # many rows cpp unpacks into the cache, the reference into memory.
 UNMEASURED = {
-    "cpu": {(1,): "cpp > reference"},
-    "cuda": {(1,): "gemv > cutlass > reference", (16,): "gemv > cutlass > reference", (64,): "cutlass > reference"},
+    "cpu": {"1": "cpp > reference"},
+    "cuda": {"1": "gemv > cutlass > reference", "16": "gemv > cutlass > reference", "64": "cutlass > reference"},
 }
 EASY_ROWS, EASY_SIZE = 8, 4096  # rows of x, size of a square weight; every usable backend supports these
 MAX_CHOICES = 10_000  # limit of the cache: a server may see many different numbers of rows
@@ -41,7 +43,7 @@ _choices: dict[tuple, Kernel] = {}
 def choose(x: Tensor, values: Tensor, scales: Tensor | None = None) -> Kernel:
     """The kernel for x [..., in_features] and the values, or their codes and scales, of a packed weight.
 
-    The choice depends only on devices, dtypes and shapes, and is cached: a repeated call takes less than a microsecond.
+    It depends only on devices, dtypes and shapes, and is cached: a repeated call takes less than a microsecond.
     """
     key = (x.device, x.dtype, values.dtype, None if scales is None else scales.dtype, x.shape, values.shape)
     kernel = _choices.get(key)
@@ -79,18 +81,19 @@ def order(device: torch.device, dtype: torch.dtype | str, rows: int, shape: tupl
 
     dtype: that of x and the values, or both as text if the values are codes, which have no measurements yet.
     """
-    fastest = measured(str(MEASURED)).get((device_kind(device), str(dtype).replace("torch.", "")))
-    by_rows = fastest[nearest(fastest, shape)] if fastest else UNMEASURED.get(device.type, {(1,): REFERENCE})
-    return by_rows[nearest(by_rows, (rows,))].split(ORDER)
+    entry = measured(str(MEASURED)).get(device_kind(device), {}).get(str(dtype).replace("torch.", ""))
+    by_rows = nearest(entry["fastest"], *shape) if entry else UNMEASURED.get(device.type, {"1": REFERENCE})
+    return nearest(by_rows, rows).split(ORDER)
 
 
-def nearest(table: dict[tuple[int, ...], object], size: tuple[int, ...]) -> tuple[int, ...]:
-    """The key with the smallest product of ratios (each >= 1) between its numbers and those of `size`."""
+def nearest(table: dict[str, T], *size: int) -> T:
+    """The entry whose key, such as "4096x4096", has the smallest product of ratios (each >= 1) to these numbers."""
 
-    def distance(key: tuple[int, ...]) -> float:
-        return sum(abs(math.log(max(number, 1) / max(wanted, 1))) for number, wanted in zip(key, size, strict=True))
+    def distance(key: str) -> float:
+        pairs = zip(map(int, key.split("x")), size, strict=True)
+        return sum(abs(math.log(max(number, 1) / max(wanted, 1))) for number, wanted in pairs)
 
-    return min(table, key=distance)
+    return table[min(table, key=distance)]
 
 
 @functools.cache
@@ -106,16 +109,6 @@ def device_kind(device: torch.device) -> str:
 
 
 @functools.cache
-def measured(file: str) -> dict[tuple[str, str], dict[tuple[int, ...], dict[tuple[int, ...], str]]]:
-    """(device kind, dtype) -> (out_features, in_features) -> (rows,) -> backends; {} if the file is missing."""
-    if not Path(file).is_file():
-        return {}
-    kinds = json.loads(Path(file).read_text(encoding="utf-8"))
-    return {
-        (kind, dtype): {
-            tuple(map(int, shape.split("x"))): {(int(rows),): names for rows, names in by_rows.items()}
-            for shape, by_rows in entry["fastest"].items()
-        }
-        for kind, dtypes in kinds.items()
-        for dtype, entry in dtypes.items()
-    }
+def measured(file: str) -> dict[str, dict[str, dict]]:
+    """Device kind -> dtype -> entry of the table; {} if the file is missing."""
+    return json.loads(Path(file).read_text(encoding="utf-8")) if Path(file).is_file() else {}

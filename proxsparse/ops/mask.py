@@ -18,12 +18,10 @@ def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
     return mask if mask.shape == score.shape else mask[..., : score.shape[-1]].contiguous()
 
 
-@torch.library.register_fake("proxsparse::nm_mask")
-def _nm_mask_fake(score, n, m):
-    return torch.empty(score.shape, dtype=torch.bool, device=score.device)
+torch.library.register_fake("proxsparse::nm_mask", lambda score, n, m: score.new_empty(score.shape, dtype=torch.bool))
 
 
-@register_kernel("nm_mask", "reference", supports=lambda *args: None)
+@register_kernel("nm_mask", "reference")
 def _reference(score: Tensor, n: int, m: int) -> Tensor:
     return reference.nm_mask(score, NMPattern(n, m))
 

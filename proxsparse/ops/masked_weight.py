@@ -32,7 +32,7 @@ def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tens
 torch.library.register_fake("proxsparse::masked_weight_", lambda *arguments: None)
 
 
-@register_kernel("masked_weight_", "reference", supports=lambda *args: None)
+@register_kernel("masked_weight_", "reference")
 def _reference(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     out.copy_(reference.masked_weight(weight, pretrained, scale, NMPattern(n, m)))
 

@@ -26,13 +26,9 @@ def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     return select("unpack_nm", values, indices).run(values, indices)
 
 
-@torch.library.register_fake("proxsparse::unpack_nm")
-def _unpack_nm_fake(values, indices):
-    return values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
-
-
-register_kernel("pack_nm", "reference", supports=lambda *args: None)(pack.pack_nm)
-register_kernel("unpack_nm", "reference", supports=lambda *args: None)(pack.unpack_nm)
+torch.library.register_fake("proxsparse::unpack_nm", lambda values, indices: pack.empty_weight(values))
+register_kernel("pack_nm", "reference")(pack.pack_nm)
+register_kernel("unpack_nm", "reference")(pack.unpack_nm)
 
 
 @torch.no_grad()

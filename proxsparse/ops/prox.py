@@ -43,7 +43,7 @@ def write_back(weight: Tensor, dense: Tensor) -> None:
 torch.library.register_fake("proxsparse::prox_nm_", lambda *arguments: None)
 
 
-@register_kernel("prox_nm_", "reference", supports=lambda *args: None)
+@register_kernel("prox_nm_", "reference")
 def _reference(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
     weight.copy_(reference.prox_nm(weight, reg_lambda, NMPattern(n, m)))
 

@@ -16,11 +16,7 @@ def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return select("quantize_nm", values, bits).run(values, bits)
 
 
-@torch.library.register_fake("proxsparse::quantize_nm")
-def _quantize_nm_fake(values, bits):
-    k = values.shape[-1]
-    codes = values.new_empty((*values.shape[:-1], k * bits // 8), dtype=quantize.CODES[bits])
-    return codes, values.new_empty(quantize.shape_of_scales(codes))
+torch.library.register_fake("proxsparse::quantize_nm", quantize.empty)
 
 
 @torch.library.impl("proxsparse::dequantize_nm", "CompositeExplicitAutograd")
@@ -29,13 +25,9 @@ def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
     return select("dequantize_nm", codes, scales).run(codes, scales)
 
 
-@torch.library.register_fake("proxsparse::dequantize_nm")
-def _dequantize_nm_fake(codes, scales):
-    return scales.new_empty((*codes.shape[:-1], quantize.columns(codes) // 2))
-
-
-register_kernel("quantize_nm", "reference", supports=lambda *args: None)(quantize.quantize)
-register_kernel("dequantize_nm", "reference", supports=lambda *args: None)(quantize.dequantize)
+torch.library.register_fake("proxsparse::dequantize_nm", quantize.empty_values)
+register_kernel("quantize_nm", "reference")(quantize.quantize)
+register_kernel("dequantize_nm", "reference")(quantize.dequantize)
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
 _warned: set[tuple[str, ...]] = set()
 
 
-def register_kernel(op: str, backend: str, supports: Callable[..., str | None], **others: object):
+def register_kernel(op: str, backend: str, supports: Callable[..., str | None] = lambda *args: None, **others: object):
     """Decorator that registers a function as the kernel of `backend` for `op`; see `Kernel` for the other arguments."""
 
     def add(run: Callable) -> Callable:

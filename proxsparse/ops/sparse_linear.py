@@ -79,7 +79,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_context=_save_weight)
 
 
-@register_kernel("sparse_linear", "reference", supports=lambda x, values, scales=None: None)
+@register_kernel("sparse_linear", "reference")
 def _reference(x, values, indices, bias, prepared, scales=None) -> Tensor:
     """Unpacks the weight and calls torch's dense matmul: any device and dtype, often the fastest for many rows."""
     return functional.linear(x, dense_weight(values, indices, scales), bias)
@@ -110,8 +110,8 @@ def direct(
     """`sparse_linear` without the dispatcher of torch, which takes longer than the product of a small layer.
 
     None if the chosen kernel cannot do this, or if the call needs the dispatcher: for autograd, autocast, a subclass of
-    Tensor, a mode (fake tensors, tracing, vmap), a conversion to contiguous memory, or an error
-    message. Not for code that torch.compile traces.
+    Tensor, a mode (fake tensors, tracing, vmap), a conversion to contiguous memory, or an error message. Not for code
+    that torch.compile traces.
     """
     if type(x) is not Tensor or not x.is_cpu or x.dtype != (values if scales is None else scales).dtype:
         return None
@@ -125,15 +125,9 @@ def direct(
 def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO, scales: Tensor | None = None) -> Kernel:
     """The kernel for x [rows, in_features] and the values, or their codes and scales, of a packed weight.
 
-    The kernel of `backend`; for "auto" that of `use_backend` or PROXSPARSE_BACKEND, else the fastest measured
-    (`choice`).
-
-    Raises:
-        ValueError: the backend is unknown.
-        RuntimeError: an explicitly chosen backend does not support these tensors.
+    That of the `explicit_kernel`, which raises if it does not support these tensors; else the fastest measured one.
     """
-    tensors = (x, values, scales)
-    return explicit_kernel("sparse_linear", *tensors, backend=backend) or choice.choose(*tensors)
+    return explicit_kernel("sparse_linear", x, values, scales, backend=backend) or choice.choose(x, values, scales)
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
         chosen: for each group, whether the caller gave it a reg_lambda: then without `model` it does not change.
         model: only the `body_weights` of this model are pruned.
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or the model has no layer to prune.
     """
     for group in groups:
         check_settings(group)
@@ -75,9 +75,8 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
                 f"model: {type(model).__name__} has no nn.Linear in its decoder blocks, so there is nothing to prune; "
                 "for Conv1D modules, as in GPT-2, and fused experts use proxsparse.prune_"
             )
-        fused = [
-            name for name, module in body_modules(getattr(model, "module", model)).items() if fused_matrices(module)
-        ]
+        modules = body_modules(getattr(model, "module", model))
+        fused = [name for name, module in modules.items() if fused_matrices(module)]
         if active and fused:
             warnings.warn(
                 f"not pruned: {len(fused)} modules with fused experts, such as {fused[0]}; to prune them, use "
@@ -152,19 +151,14 @@ def pruned_parameters(group: dict) -> Iterator[Tensor]:
                 )
             remedy = "give it a group with reg_lambda=0, or choose another pattern"
             pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,", remedy)
-            if hasattr(parameter, "placements"):  # a call with any parameter would be compiled for each one
-                check_shards(parameter, pattern)
+            # not for every parameter: the call would be compiled for each one
+            if hasattr(parameter, "placements") and (shards := splits_blocks(parameter, pattern)):
+                raise ValueError(
+                    f"parameter of shape {list(parameter.shape)}: {shards} shards along the last dimension split its "
+                    f"{pattern} blocks (placements {parameter.placements}); shard another dimension, as fully_shard "
+                    "does, or use fewer shards"
+                )
             yield parameter
-
-
-def check_shards(parameter: Tensor, pattern: NMPattern) -> None:
-    """Raises ValueError if the shards of a DTensor do not consist of whole blocks."""
-    if shards := splits_blocks(parameter, pattern):
-        raise ValueError(
-            f"parameter of shape {list(parameter.shape)}: {shards} shards along the last dimension split its {pattern} "
-            f"blocks (placements {parameter.placements}); shard another dimension, as fully_shard does, or use fewer "
-            "shards"
-        )
 
 
 def splits_blocks(parameter: Tensor, pattern: NMPattern) -> int:

@@ -4,9 +4,8 @@
 are in benchmarks/lib/paper_solvers.py.
 """
 
-from proxsparse.reference.adamw_prox import adamw_prox, mix, random_bits, round_to, stochastic_round
+from proxsparse.reference.adamw_prox import adamw_prox, mix, random_bits, stochastic_round
 from proxsparse.reference.mask import mask_score, masked_weight, nm_mask
-from proxsparse.reference.pack import pack_nm, unpack_nm
 from proxsparse.reference.prox import objective, prox_nm
 from proxsparse.reference.regularizers import (
     elementary_symmetric,
@@ -27,11 +26,8 @@ __all__ = [
     "mix",
     "nm_mask",
     "objective",
-    "pack_nm",
     "prox_nm",
     "random_bits",
     "reg_nm",
-    "round_to",
     "stochastic_round",
-    "unpack_nm",
 ]

@@ -49,6 +49,11 @@ def empty(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight.new_empty((*leading, columns // 2)), weight.new_empty((*leading, -(-columns // 8)), dtype=torch.uint8)
 
 
+def empty_weight(values: Tensor) -> Tensor:
+    """A tensor for the result of `unpack_nm`, whose content is arbitrary."""
+    return values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
+
+
 def pack_places(places: Tensor) -> Tensor:
     """int64 [..., k], each 0 to 3 -> uint8 [..., ceil(k / 4)], the first in the lowest bits."""
     padded = torch.nn.functional.pad(places, (0, -places.shape[-1] % 4)).unflatten(-1, (-1, 4))

@@ -66,6 +66,17 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return groups.flatten(-2)[..., : unpacked.shape[-1]].to(scales.dtype)
 
 
+def empty(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Tensors for the results of `quantize`, whose content is arbitrary."""
+    codes = values.new_empty((*values.shape[:-1], values.shape[-1] * bits // 8), dtype=CODES[bits])
+    return codes, values.new_empty(shape_of_scales(codes))
+
+
+def empty_values(codes: Tensor, scales: Tensor) -> Tensor:
+    """A tensor for the result of `dequantize`, whose content is arbitrary."""
+    return scales.new_empty((*codes.shape[:-1], columns(codes) // 2))
+
+
 def rounded(values: Tensor, scales: Tensor, smallest: int, largest: int) -> Tensor:
     """The codes nearest to values / scales; 0 where the scale is 0."""
     return (values / torch.where(scales == 0, torch.inf, scales)).round().clamp(smallest, largest)
@@ -93,22 +104,9 @@ def unpack_codes(codes: Tensor) -> Tensor:
     return (torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) ^ 8) - 8
 
 
-def bits_of(codes: Tensor) -> int:
-    """8 or 4. Raises ValueError for a dtype that codes do not have."""
-    for bits, dtype in CODES.items():
-        if codes.dtype == dtype:
-            return bits
-    raise ValueError(f"codes are {codes.dtype}: they must be torch.int8 (8 bits) or torch.uint8 (4 bits)")
-
-
 def columns(values: Tensor) -> int:
     """in_features of a packed 2:4 weight, from its values or their codes: there are two in every byte of uint8."""
     return values.shape[-1] * (4 if values.dtype == CODES[4] else 2)
-
-
-def width_of_values(in_features: int, bits: int) -> int:
-    """The inverse of `columns`: the values in a row of a packed 2:4 weight with 16 bits, or the bytes of its codes."""
-    return in_features // (4 if bits == 4 else 2)
 
 
 def scales_of_row(in_features: int, bits: int) -> int:
@@ -117,8 +115,17 @@ def scales_of_row(in_features: int, bits: int) -> int:
 
 
 def shape_of_scales(codes: Tensor) -> tuple[int, ...]:
-    """The shape of the scales that belong to these codes."""
-    return (*codes.shape[:-1], scales_of_row(columns(codes), bits_of(codes)))
+    """The shape of the scales that belong to these codes. Raises ValueError for a dtype that codes do not have."""
+    bits = {dtype: bits for bits, dtype in CODES.items()}.get(codes.dtype)
+    if bits is None:
+        raise ValueError(f"codes are {codes.dtype}: they must be torch.int8 (8 bits) or torch.uint8 (4 bits)")
+    return (*codes.shape[:-1], scales_of_row(columns(codes), bits))
+
+
+def packed_shapes(rows: int, columns: int, bits: int) -> dict[str, tuple[int, int]]:
+    """Name -> shape, for the tensors of a packed 2:4 weight [rows, columns] with 16, 8 or 4 bits."""
+    shapes = {"values": (rows, columns // (4 if bits == 4 else 2)), "indices": (rows, -(-columns // 8))}
+    return shapes if bits == 16 else shapes | {"scales": (rows, scales_of_row(columns, bits))}
 
 
 def check_values(values: Tensor, bits: int) -> None:

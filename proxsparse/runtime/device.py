@@ -55,8 +55,7 @@ def choose_precision(precision: str, device: torch.device) -> tuple[torch.dtype,
 def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
     """torch.autocast to `dtype`, or nothing. Casts are not cached, because a method may change weights in the block.
 
-    Raises:
-        InputError: a model that does not support autocast, which fails because two tensors differ in dtype.
+    Raises InputError for a model that does not support autocast, which fails because two tensors differ in dtype.
     """
     if dtype is None:
         yield

@@ -27,8 +27,7 @@ TIMEOUT = timedelta(days=1)  # the other ranks wait while rank zero tokenizes a 
 def launched_world_size() -> int:
     """The number of processes that torchrun has started; 1 without torchrun.
 
-    Raises:
-        InputError: WORLD_SIZE is set, but the other variables of torchrun are not.
+    Raises InputError if WORLD_SIZE is set, but the other variables of torchrun are not.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -52,8 +51,7 @@ def require_one_process(what: str) -> None:
 def local_device(name: str) -> str:
     """The --device of this process: with GPUs, the one with the local rank of the process.
 
-    Raises:
-        InputError: `name` is a single GPU, such as "cuda:0", but there are several processes.
+    Raises InputError for a single GPU, such as "cuda:0", if there are several processes.
     """
     if launched_world_size() == 1 or name == "cpu" or not torch.cuda.is_available():
         return name
@@ -140,11 +138,7 @@ def require_shared_directory(folder: Path) -> None:
 
 def all_reduce_sum(values: list[float]) -> list[float]:
     """The sums over all processes."""
-    if world_size() == 1:
-        return values
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
+    return all_reduce_sum_(torch.tensor(values, dtype=torch.float64)).tolist()
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:

@@ -65,17 +65,13 @@ def shard_and_move_(
                 module.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided
                 module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
             for name, weight in loaded.items():
-                rows = local_rows(model.get_parameter(name), weight)
+                parameter = model.get_parameter(name)
+                rows = weight[first_row(parameter) :][: len(local(parameter))] if weight.ndim else weight
                 pretrained[name] = rows if keep == "disk" else rows.to(device if keep == "device" else "cpu", copy=True)
             placed |= own.keys()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     return {name: pretrained[name] for name, _ in model.named_parameters()}
-
-
-def local_rows(parameter: Tensor, whole: Tensor) -> Tensor:
-    """Those rows of a full tensor that this process holds of the parameter."""
-    return whole[first_row(parameter) :][: len(local(parameter))] if parameter.ndim else whole
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -139,9 +135,7 @@ def gather_parameters(model: nn.Module, names: Collection[str]) -> dict[str, Ten
 def gather_masks(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """All rows of masks on rank zero: layer name -> bool [out_features, in_features] on the CPU; {} on other ranks.
 
-    Args:
-        masks: layer name -> bool [rows of this process, in_features].
-        weights: layer name -> the parameter, which may be sharded.
+    `masks` are the rows of this process; `weights` are the parameters, which may be sharded, by layer name too.
     """
     from proxsparse.io.mask_files import pack_mask, unpack_mask  # needs NumPy, which proxsparse does not require
 

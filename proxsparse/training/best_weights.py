@@ -43,8 +43,7 @@ class BestWeights:
 
     def take_best_(self) -> None:
         """Replaces the weights by the best ones, if any were measured."""
-        if self.losses:
-            self._copy(self.best, self.weights)
+        self._copy(self.best, self.weights)
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -22,15 +22,12 @@ NOTED = {  # figures of a step that the progress bar shows
 
 @contextmanager
 def run_log(run_dir: Path | None, done: int, steps: int, title: str) -> Iterator[Callable[[dict], None]]:
-    """Metrics.jsonl and the progress bar of a training, on rank zero only.
+    """Metrics.jsonl and the progress bar of a training, on rank zero only, from step `done` of `steps`.
 
     Every row is flushed, so a killed run keeps its rows.
 
     Args:
         run_dir: folder of metrics.jsonl, which has rows of the finished steps; None: nothing is written.
-        done: number of finished steps.
-        steps: number of all steps.
-        title: title of the progress bar.
     Yields:
         `log_step(row)`, which counts one step, and records its row of "step" and numbers if it has a loss.
     """

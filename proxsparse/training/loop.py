@@ -33,7 +33,6 @@ def training(
 
     Args:
         checkpoints: where the state and metrics.jsonl are saved; None: nowhere.
-        title: title of the progress bar.
         teacher: another model that computes in the loop, compiled with --compile.
     Yields:
         `end_step(row)`, which logs a step, observes it and saves a checkpoint if it is due.
@@ -93,11 +92,8 @@ def train_step(
 ) -> dict[str, float | Tensor]:
     """One optimizer step: forward and backward passes, the base step, the prox. Returns its figures for the log.
 
-    If the step is not logged, there is no loss, and the norm of the gradient stays on the device.
-
-    Args:
-        samples: the batches of this process, see `own_samples`.
-        compute_dtype: autocast dtype of the forward pass; None: no autocast.
+    If the step is not logged, there is no loss, and the norm of the gradient stays on the device. `samples` are those
+    of `own_samples`; `compute_dtype` is that of autocast, None without.
     """
     micro_batches = list(itertools.islice(samples, state.options.gradient_accumulation_steps))
     factor = lr_factor(state.step, state.steps, state.options)

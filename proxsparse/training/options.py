@@ -53,9 +53,7 @@ class LoopOptions:
 
     group: ClassVar[str] = "learning"  # in --help
     distill: float = flag(
-        0.0,
-        "weight of the distillation from the dense model, 0 to 1; needs --objective masked",
-        valid=SHARE,
+        0.0, "weight of the distillation from the dense model, 0 to 1; needs --objective masked", valid=SHARE
     )
     num_train_epochs: float = flag(
         1.0, "passes over the samples", valid=(lambda value: 0 < value <= 1e6, "a number > 0, at most 1,000,000")
@@ -168,17 +166,9 @@ class LearningOptions(LoopOptions):
                 f"--reg_lambda {self.reg_lambda}: too large for scaled weights, which have mean 1; use about 0.002, or "
                 "--objective paper for the values of the paper"
             )
-        if self.masked and self.frozen_lambda:
-            raise InputError(
-                f"--frozen_lambda {self.frozen_lambda}: needs --objective paper; with --objective masked the weights "
-                "are frozen already"
-            )
-        for name in ("distill", "match_hidden"):
-            if not self.masked and getattr(self, name):
-                raise InputError(
-                    f"--{name} {getattr(self, name):g}: needs --objective masked, because it compares the model with "
-                    "and without its masks"
-                )
+        for name, objective in {"frozen_lambda": "paper", "distill": "masked", "match_hidden": "masked"}.items():
+            if self.objective != objective and (value := getattr(self, name)):
+                raise InputError(f"--{name} {value:g}: needs --objective {objective}; give that, or leave it out")
         return self
 
 

@@ -6,8 +6,7 @@ from torch import Tensor
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import import_extension, register_kernel
 from proxsparse.patterns import WINDOWED, NMPattern
-from proxsparse.reference import pack
-from proxsparse.reference.quantize import CODES, columns, shape_of_scales
+from proxsparse.reference import pack, quantize
 
 _C, _missing = import_extension("proxsparse._C", "pack_24", "apt install g++ python3-dev, then reinstall proxsparse")
 
@@ -61,28 +60,27 @@ def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @register_kernel("unpack_nm", "cpp", supports=_supports_packed)
 def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
-    weight = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
+    weight = pack.empty_weight(values)
     _C.unpack_24(values, indices, weight)
     return weight
 
 
 @register_kernel("quantize_nm", "cpp", supports=_supports_packed)
 def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    codes = values.new_empty((*values.shape[:-1], values.shape[-1] * bits // 8), dtype=CODES[bits])
-    scales = values.new_empty(shape_of_scales(codes))
+    codes, scales = quantize.empty(values, bits)
     _C.quantize_nm(values, codes, scales)
     return codes, scales
 
 
 @register_kernel("dequantize_nm", "cpp", supports=_supports_packed)
 def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
-    values = scales.new_empty((*codes.shape[:-1], columns(codes) // 2))
+    values = quantize.empty_values(codes, scales)
     _C.dequantize_nm(codes, scales, values)
     return values
 
 
 def _supports_sparse_linear(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | None:
-    if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype not in (x.dtype, *CODES.values()):
+    if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype not in (x.dtype, *quantize.CODES.values()):
         return f"supports float32 or bfloat16, not {x.dtype} times {values.dtype}"
     return _supports_packed(x) or _supports_packed(values)
 

@@ -35,11 +35,6 @@ def metadata_bytes(out_features: int, in_features: int, architecture: int) -> in
     return -(-out_features // 64) * 64 * -(-in_features // 128) * 16
 
 
-def missing() -> str | None:
-    """The reason why these kernels cannot be used, or None."""
-    return cuda.missing() or _missing
-
-
 def architecture_of(device: torch.device) -> int:
     """90 for Hopper, else 80."""
     return 90 if torch.cuda.get_device_capability(device)[0] == 9 else 80
@@ -56,7 +51,7 @@ def built_tiles(device: torch.device) -> list[str]:
 
 
 def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | None:
-    if reason := cuda.unusable(x, values) or missing():
+    if reason := cuda.unusable(x, values) or _missing:
         return reason
     if x.dtype != torch.bfloat16 or values.dtype != torch.bfloat16:
         return f"supports bfloat16, not x of {x.dtype} with a weight of {values.dtype}"

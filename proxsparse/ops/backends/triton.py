@@ -5,6 +5,7 @@ They support NVIDIA GPUs, and AMD GPUs without inline assembly (compiled for gfx
 
 import importlib.util
 import os
+from types import ModuleType
 
 from torch import Tensor
 
@@ -23,31 +24,31 @@ def _supports(weight: Tensor, n: int, m: int) -> str | None:
     return None
 
 
-@register_kernel("prox_nm_", "triton", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
-def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
+def kernels() -> ModuleType:
     from proxsparse import triton_kernels
 
+    return triton_kernels
+
+
+@register_kernel("prox_nm_", "triton", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
     if m == 4:
-        triton_kernels.prox_24_(weight, reg_lambda)
+        kernels().prox_24_(weight, reg_lambda)
     else:
-        triton_kernels.prox_wide_(weight, reg_lambda, m)
+        kernels().prox_wide_(weight, reg_lambda, m)
 
 
 @register_kernel("prox_nm_list_", "triton", supports=_supports)
 def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
-    from proxsparse import triton_kernels
-
     if m == 4:
-        triton_kernels.prox_list_24_(weights, reg_lambdas)
+        kernels().prox_list_24_(weights, reg_lambdas)
     else:  # one launch for each
         for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
-            triton_kernels.prox_wide_(weight, reg_lambda, m)
+            kernels().prox_wide_(weight, reg_lambda, m)
 
 
 def _adamw_prox_list_(calls: list[tuple]) -> None:
-    from proxsparse import triton_kernels
-
-    triton_kernels.adamw_prox_list_([triton_kernels.Step(*arguments) for arguments in calls])
+    kernels().adamw_prox_list_([kernels().Step(*arguments) for arguments in calls])
 
 
 @register_kernel(
@@ -62,6 +63,4 @@ def _adamw_prox_(*arguments) -> None:
 
 @register_kernel("masked_weight_", "triton", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
-    from proxsparse import triton_kernels
-
-    triton_kernels.masked_weight_nm_(out, weight, pretrained, scale, m)
+    kernels().masked_weight_nm_(out, weight, pretrained, scale, m)
