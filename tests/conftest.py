@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 from forks import Forks
-from pruned import packed_copy
-from tiny_models import byte_tokenizer, save_texts, save_tiny_model
+from pruned import chat_folders
+from tiny_models import save_texts, save_tiny_model
 
 from proxsparse.ops import registry
 from proxsparse.run import report
@@ -71,13 +71,7 @@ def text_file(tmp_path_factory):
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """The dense and the packed folder of a tiny pruned Llama in fp32; the latter with a chat template."""
-    folders, tokenizer = packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32), byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-        "{{ m.content }}{% endfor %}"
-    )
-    tokenizer.save_pretrained(folders[1])
-    return folders
+    return chat_folders(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

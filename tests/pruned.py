@@ -63,14 +63,14 @@ def pruned_linear(in_features=24, out_features=7, bias=True, dtype=torch.float32
     return prune_(nn.Linear(in_features, out_features, bias, dtype=dtype), pattern=pattern)
 
 
-def pruned_model(name="llama", dtype=torch.float32):
-    """The tiny model of that name, 2:4 except lm_head."""
-    return prune_(tiny_model(name, dtype))
+def pruned_model(name="llama", dtype=torch.float32, pattern="2:4"):
+    """The tiny model of that name, N:M except lm_head."""
+    return prune_(tiny_model(name, dtype), pattern=pattern)
 
 
-def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, **save_options):
+def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, pattern="2:4", **save_options):
     """The same as a folder, with a tokenizer."""
-    pruned_model(name, dtype).save_pretrained(folder, **save_options)
+    pruned_model(name, dtype, pattern).save_pretrained(folder, **save_options)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -105,3 +105,14 @@ def packed_copy(folder, name="llama", dtype=torch.bfloat16, flags=(), **save_opt
     dense = save_pruned_model(folder / "dense", name, dtype, **save_options)
     assert pack([str(dense), "--output_dir", str(folder / "packed"), *flags]) == 0
     return dense, folder / "packed"
+
+
+def chat_folders(folder, pattern="2:4"):
+    """The same in fp32; the packed folder has a chat template."""
+    folders, tokenizer = packed_copy(folder, dtype=torch.float32, pattern=pattern), byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folders[1])
+    return folders

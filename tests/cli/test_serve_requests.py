@@ -12,6 +12,7 @@ pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 from live_server import answers_of, ask, send, serving, stream
+from pruned import chat_folders
 from starlette.datastructures import Headers
 from transformers.cli.serving import chat_completion, completion, response
 from transformers.cli.serving import server as theirs
@@ -30,6 +31,12 @@ each_path = pytest.mark.parametrize(
         ("/v1/responses", response.ResponseHandler, {"input": "x", "max_output_tokens": 2}),
     ],
 )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """As everywhere, but with 6:8."""
+    return chat_folders(tmp_path_factory.mktemp("llama"), "6:8")
 
 
 @pytest.fixture(scope="module")

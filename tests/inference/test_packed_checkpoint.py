@@ -109,18 +109,18 @@ def test_unpacked_it_saves_the_dense_checkpoint(folders, tmp_path):
 
 
 FORMS = [  # codes of a single other pattern are slow: the mixed model has some
-    pytest.param(patterns, bits, marks=[pytest.mark.slow] * (bits < 16 and patterns[0] != "2:4"))
+    pytest.param("llama", patterns, bits, marks=[pytest.mark.slow] * (bits < 16 and patterns[0] != "2:4"))
     for patterns in (["2:4"], ["4:6"], ["6:8"], ["8:10"], ["2:4", "6:8"])
     for bits in (16, 8, 4)
-]
+] + [("mixtral", ["6:8"], 16)]  # of a mixture the attention is packed
 
 
-@pytest.mark.parametrize(("patterns", "bits"), FORMS)
+@pytest.mark.parametrize(("name", "patterns", "bits"), FORMS)
 @torch.no_grad()
-def test_every_pattern_and_every_number_of_bits(patterns, bits, tmp_path, capsys):
-    model = tiny_model("llama")
-    for name, pattern in zip(("self_attn", "mlp"), patterns * 2, strict=False):
-        prune_(model, pattern=pattern, but=("lm_head", "mlp" if name == "self_attn" else "self_attn"))
+def test_every_pattern_and_every_number_of_bits(name, patterns, bits, tmp_path, capsys):
+    model = tiny_model(name)
+    for part, pattern in zip(("mlp", "self_attn"), patterns * 2, strict=False):
+        prune_(model, pattern=pattern, but=("lm_head", part))
     dense, packed = tmp_path / "dense", tmp_path / "packed"
     model.save_pretrained(dense)
     assert pack([str(dense), "--output_dir", str(packed), "--bits", str(bits)]) == 0
@@ -133,8 +133,9 @@ def test_every_pattern_and_every_number_of_bits(patterns, bits, tmp_path, capsys
     in_memory.save_pretrained(tmp_path / "saved")
     assert_same_files(packed, tmp_path / "saved")
     loaded = load(packed)
-    assert (str(loaded.get_submodule(LAYER).pattern), loaded.get_submodule(LAYER).bits) == (patterns[-1], bits)
-    assert load(packed, dtype=torch.bfloat16).get_submodule(LAYER).dense_weight().dtype == torch.bfloat16
+    last = entry["layers"][-1]
+    assert (str(loaded.get_submodule(last).pattern), loaded.get_submodule(last).bits) == (patterns[-1], bits)
+    assert load(packed, dtype=torch.bfloat16).get_submodule(last).dense_weight().dtype == torch.bfloat16
     assert torch.equal(loaded(TOKENS).logits, in_memory(TOKENS).logits)
     expected = unsparsify_(in_memory)
     torch.testing.assert_close(loaded(TOKENS).logits, expected(TOKENS).logits, rtol=1e-4, atol=1e-5)
@@ -142,7 +143,7 @@ def test_every_pattern_and_every_number_of_bits(patterns, bits, tmp_path, capsys
     unpacked = load(tmp_path / "unpacked")
     for name, weight in (model if bits == 16 else expected).state_dict().items():
         assert torch.equal(unpacked.state_dict()[name], weight), name
-    rounded, weight = (one.get_submodule(LAYER).weight for one in (unpacked, model))
+    rounded, weight = (each.get_submodule(last).weight for each in (unpacked, model))
     assert (bits < 16) == (0 < (rounded - weight).norm() < 0.12 * weight.norm())
 
 

@@ -8,7 +8,7 @@ from ops.on_each_backend import backends_of
 from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
 
 from proxsparse import SparseLinear
-from proxsparse.ops import choice, nm_mask, pack_nm, sparse_linear, unpack_nm
+from proxsparse.ops import choice, dequantize_nm, nm_mask, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.backends import cpp
 from proxsparse.ops.registry import AUTO, get_kernel, list_backends
 from proxsparse.patterns import NMPattern
@@ -67,24 +67,31 @@ def test_matches_the_dense_product(place, bits, dtype):
         pytest.skip(f"{backend} serves no {dtype} with {bits} bits here")
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10"])
 @each_place
-def test_windows_match_the_dense_product(place, pattern):
+def test_windows_match_the_dense_product(place, pattern, bits):
     """Whole blocks, remainders, padding: in_features that fill a step of the kernels, or do not."""
     (backend, device), served = place, False
     for in_features in (480, 4098, 896, 122):
         weight = torch.randn(40, in_features)
         cut = in_features // NMPattern.parse(pattern).m * NMPattern.parse(pattern).m
         weight[:, :cut] *= nm_mask(weight[:, :cut].abs(), pattern)
-        weight = weight.bfloat16().to(device)
+        weight = weight.bfloat16()
         values, indices = pack_nm(weight, pattern)
+        given = (values,) if bits == 16 else quantize_nm(values, bits)
+        if bits < 16:
+            weight = unpack_nm(dequantize_nm(given[0], given[1].double()), indices, pattern, in_features)
+        given, indices, weight = [part.to(device) for part in given], indices.to(device), weight.to(device)
         for rows in (1, 7, 16, 40):
             x = among(torch.randn(rows, in_features).to(device, torch.bfloat16))
-            if get_kernel("sparse_linear", backend).supports(x, values) is None:
-                y, served = sparse_linear(x, values, indices, backend=backend, pattern=pattern), True
+            if get_kernel("sparse_linear", backend).supports(x, *given) is None:
+                scales = given[1] if bits < 16 else None
+                y = sparse_linear(x, given[0], indices, scales=scales, backend=backend, pattern=pattern)
+                served = True
                 assert_as_good_as_dense(y, x, weight)
     if not served:
-        pytest.skip(f"{backend} serves no bfloat16 here")
+        pytest.skip(f"{backend} serves no bfloat16 with {bits} bits here")
 
 
 @pytest.fixture
