@@ -107,8 +107,8 @@ def test_embeddings_keep_all_bits(tune, pruned, tmp_path):
 
 
 def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, tmp_path):
-    foreign = save_pruned_model(tmp_path / "foreign")
-    tune("norms", "--teacher", tiny_llama, model=foreign)
+    foreign = save_pruned_model(tmp_path / "foreign", pattern="1:4")
+    assert set(tune("norms", "--teacher", tiny_llama, model=foreign)["patterns"].values()) == {"1:4"}
     assert_held(foreign, tmp_path / "norms")
     flags = ["--method", "wanda", "--allocation", "sensitivity"]
     pruned = run(prune.main, tiny_llama, text_file, tmp_path / "mixed", *flags)

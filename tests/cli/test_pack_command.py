@@ -29,6 +29,11 @@ def packed(source, target, *flags):
     return target
 
 
+def test_include_and_exclude(pruned_dir, tmp_path):
+    folder = packed(pruned_dir, tmp_path / "packed", "--include", "mlp", "--exclude", r"layers\.0\.")
+    assert packed_layers(folder) == [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
 @pytest.fixture
 def spoiled(pruned_dir, tmp_path):
     """spoiled(change) -> a copy of the run's folder that `change` has changed."""

@@ -87,6 +87,14 @@ def test_shared_files_do_not_name_the_folders_of_this_machine(prune, tmp_path):
     assert all(any(fnmatch(name, pattern) for pattern in excluded) for name in named)
 
 
+@pytest.mark.parametrize("precision", ["mixed", "bf16"])
+def test_precisions_and_options_of_a_method(precision, prune, tiny_llama, tmp_path):
+    updated = precision == "bf16"
+    flags = ["--method", "sparsegpt", "--damping", "0.5", "--update_weights", str(updated).lower()]
+    assert prune("run", *flags, "--precision", precision)["updated"] == updated
+    check_pruned(tiny_llama, tmp_path / "run", updated=updated)
+
+
 def test_a_method_without_data_has_no_window_of_samples(prune):
     result = prune("run", "--method", "magnitude", "--eval_data", "none", "--seq_len", "1000")
     assert (result["seq_len"], result["samples"]) == (None, 0)

@@ -59,6 +59,8 @@ def cases(table):
 
 BEFORE_THE_MODEL_IS_LOADED = [
     # the command line
+    ("evaluate model --dat x", "unrecognized arguments: --dat x .. --help"),
+    ("train --data c4.jsonl.bz2", "'c4.jsonl.bz2': no such file"),
     ("train --lerning_rate 1", "unrecognized arguments: --lerning_rate 1 .. --help"),
     ("train --num_samples many", "--num_samples: invalid int value: 'many'"),
     ("train --packing maybe", "--packing: maybe: must be true or false"),
