@@ -154,10 +154,11 @@ def test_a_run_that_does_not_fit_is_refused_before_it_loads(share, message, tmp_
 @pytest.mark.parametrize(
     ("device", "place", "share", "processes", "message"),
     [
-        ("cpu", "host", 3.5, (4, 4), "use fewer processes on this machine, or a smaller model"),
+        ("cpu", "host", 1, (4, 4), "use fewer processes on this machine, or a smaller model"),
         ("cpu", "host", 4, (4, 4), None),
         ("cpu", "host", 2, (4, 2), None),  # on two machines
-        ("cuda", "host", 4, (4, 4), None),  # the model for saving is on the host of one of them
+        ("cuda", "host", 3.04, (4, 4), None),  # the model for saving is on the host of one of them: 3.03, not 4
+        ("cuda", "host", 1, (4, 4), "use fewer processes on this machine"),
         (
             "cuda",
             "device",
@@ -176,11 +177,13 @@ def test_the_memory_of_every_process_and_the_disk_are_compared(
     model = save_tiny_model("llama", tmp_path / "model", num_hidden_layers=12)
     args = parse_train(["--model", str(model), "--seq_len", "32", "--device", device, "--pretrained_weights", "disk"])
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "file").write_bytes(bytes(1000))  # of the run that is resumed
     monkeypatch.setattr(memory, "CUDA_CONTEXT", 0)
+    monkeypatch.setattr(memory, "PROCESS", 0)
     free = share * memory.total(memory.Plan(args).memory(processes[0])[place])
     monkeypatch.setattr(memory, "free_memory", lambda device: {place: free} if place != "disk" else {})
-    usage = SimpleNamespace(free=free - 1000 if place == "disk" else 10**15)
+    held = int(free / 2) if place == "disk" else 0
+    (tmp_path / "run" / "file").write_bytes(bytes(held))  # of the run that is resumed
+    usage = SimpleNamespace(free=free - held if place == "disk" else 10**15)
     monkeypatch.setattr(memory, "disk_usage", lambda path: usage)
     raises = pytest.raises(InputError, match=message) if message else nullcontext()
     with raises:

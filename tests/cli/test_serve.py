@@ -26,6 +26,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 from live_server import (  # noqa: E402 (needs the packages above)
     TOKENS,
+    address_in,
     answers_of,
     ask,
     client_of,
@@ -192,19 +193,28 @@ def test_a_port_that_is_taken_ends_the_process(folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ending", [(signal.SIGINT, INTERRUPTED, "interrupted"), (signal.SIGTERM, TERMINATED, "stopped by SIGTERM")]
-)
-def test_a_signal_ends_the_process_while_it_answers(ending, folders, tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        with serving(tmp_path / "log", folders[1], ending=ending) as client:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
+def test_a_signal_ends_the_process_while_it_answers(number, code, folders, tmp_path):
+    """A process of its own: what is registered for the end of the interpreter runs too."""
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "proxsparse", "serve", str(folders[1]), "--port", "0"]
+        default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+        process = subprocess.Popen(command, stdout=file, stderr=file, **default)
+    try:
+        client = client_of(address_in(log, lambda: process.poll() is None))
+        with ThreadPoolExecutor(8) as pool:
             for _ in range(8):
                 pool.submit(ask, client, "x", max_tokens=POSITIONS)
             next(stream(client, "x"))  # the server is answering
-            begin = time.monotonic()
-        assert time.monotonic() < begin + 20
+            process.send_signal(number)
+            assert process.wait(timeout=20) == code
+    finally:
+        process.kill()
+        process.wait()
     with socket.create_server(("127.0.0.1", client.base_url.port)):
         pass  # the port is free
+    assert "Traceback" not in log.read_text()
 
 
 def test_folders_that_are_not_packed_models(folders, tmp_path, capsys):

@@ -89,17 +89,20 @@ def test_shardings_that_cut_blocks_are_refused(two_processes, make):
 )
 @each_optimizer
 def test_shardings_that_keep_blocks_step_on_the_local_part(two_processes, make, placement, local_shape):
-    weight = sharded_weight(two_processes, placement, local_shape)
-    before = weight.to_local().detach().clone()
-    plain = nn.Parameter(before.clone())
-    for parameter in (weight, plain):
-        parameter.grad = torch.ones_like(parameter)
-        optimizer = make([parameter], lr=0.01, reg_lambda=0.5)
+    """Of two weights, the second with rows on every process."""
+    weights = [sharded_weight(two_processes, *local) for local in ((placement, local_shape), (Shard(0), (2, 8)))]
+    before = [weight.to_local().detach().clone() for weight in weights]
+    plain = [nn.Parameter(values.clone()) for values in before]
+    for parameters in (weights, plain):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = make(parameters, lr=0.01, reg_lambda=0.5)
         with CommDebugMode() as communication:
             optimizer.step()
         assert not communication.get_total_counts(), "the step communicates"
-    assert torch.equal(weight.to_local(), plain)
-    assert before.numel() == 0 or not torch.equal(weight.to_local(), before)
+    for weight, expected, values in zip(weights, plain, before, strict=True):
+        assert torch.equal(weight.to_local(), expected)
+        assert values.numel() == 0 or not torch.equal(weight.to_local(), values)
 
 
 def test_a_gradient_with_another_placement_is_refused(two_processes):
