@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
@@ -54,6 +55,8 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"model {str(folder)!r}: contains an adapter (adapter_config.json); {remedy}")
     if has_weights:
         weight_files(folder)
+    for path in folder.glob("*_config.json"):  # of the tokenizer, the generation and others
+        read_object(path)
     check_config(folder / "config.json")
 
 
@@ -66,7 +69,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def check_config(path: Path) -> None:
-    """Raises InputError for a config.json that names other files or code, or more than `MOST_MODULES` modules."""
+    """Raises InputError for a config.json with names of other files, code or unknown dtypes, or too many modules."""
     config = read_object(path)
     check_counts(config, str(path))
     refuse_quantized(config, str(path))
@@ -75,6 +78,12 @@ def check_config(path: Path) -> None:
             raise InputError(f"{path}: {key} is {value!r:.60}; remove it and rename the weights to {ONE_FILE}")
         if key.endswith("_implementation") and "/" in str(value):
             raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
+        if (
+            key in ("dtype", "torch_dtype")
+            and isinstance(value, str)
+            and not hasattr(torch, value.removeprefix("torch."))
+        ):
+            raise InputError(f"{path}: {key} {value!r:.60} is not a dtype of torch; give that of the weights")
 
 
 def check_counts(config: dict, name: str) -> None:
@@ -121,9 +130,11 @@ def weight_files(folder: Path) -> list[Path]:
     """
     names, index = [ONE_FILE], folder / INDEX
     if not (folder / ONE_FILE).is_file() and index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise InputError(f"{index}: malformed (no weight_map); {AGAIN}")
+        entries = read_object(index)
+        for key in ("weight_map", "metadata"):
+            if not isinstance(entries.get(key), dict):
+                raise InputError(f"{index}: malformed (no {key}); {AGAIN}")
+        weight_map = entries["weight_map"]
         if not weight_map:
             raise InputError(f"{index}: contains no tensors; {AGAIN}")
         for name in weight_map.values():
