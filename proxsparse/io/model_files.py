@@ -4,6 +4,7 @@ Only safetensors and JSON files inside the folder are opened, never a pickle or 
 a tensor are checked before it is read. safetensors is imported late, so a refused file is never parsed.
 """
 
+import functools
 import json
 import math
 import re
@@ -188,8 +189,14 @@ def headers(files: Iterable[Path]) -> dict[str, Header]:
 
 def read_tensor(headers: dict[str, Header], name: str) -> Tensor:
     """Reads one tensor. Raises ValueError for a damaged file."""
-    with open_file(headers[name].file) as file:
-        return file.get_tensor(name)
+    stat = (file := headers[name].file).stat()
+    return same_file(file, stat.st_ino, stat.st_size, stat.st_mtime_ns).get_tensor(name)
+
+
+@functools.lru_cache(maxsize=2)
+def same_file(file: Path, *_changes: int):
+    """The open file: to open it for each tensor takes a time quadratic in their number."""
+    return open_file(file)
 
 
 def add_tensors(folder: Path, extra: dict[str, Header]) -> None:
