@@ -26,7 +26,7 @@ from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, read_tensor, weight_files
 from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.loading import load_model, skeleton
-from proxsparse.models.matching import check_saved, match, refuse_incomplete
+from proxsparse.models.matching import check_saved, match, refuse_codes, refuse_incomplete
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
 
@@ -86,6 +86,7 @@ Work = tuple[list[str], convert.Stream, int]  # the packed layers; the tensors o
 def packing(options, config: dict, source_headers: dict, model: nn.Module) -> Work:
     """Packs a dense checkpoint; `config` becomes that of the result."""
     names = match(source_headers, skeleton(Path(options.model)))
+    refuse_codes(source_headers, model)
     refuse_incomplete(options.model, names, type(model).__name__)
     layers = convert.layers_to_pack(source_headers, model, names, options.include, options.exclude, options.bits)
     buffers = {name for name, _ in model.named_buffers()}

@@ -24,7 +24,8 @@ from proxsparse import (
     train,
 )
 from proxsparse.errors import InputError
-from proxsparse.models.layers import decoder_blocks, prunable_layers, routers
+from proxsparse.models.checks import context_length
+from proxsparse.models.layers import decoder_blocks, dense_share, prunable_layers, routers
 from proxsparse.models.loading import load_model, skeleton
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.reference import nm_mask
@@ -171,8 +172,6 @@ def test_layers_that_share_a_weight_are_pruned_once(text_file, tmp_path):
     [
         ("bart", "wanda", "does not call this layer by itself.*exclude encoder_attn$"),
         ("mamba", "wanda", "does not call this layer by itself.*exclude dt_proj$"),
-        ("jetmoe", "magnitude", r"exclude input_linear output_linear \(\d+% of the weights of the decoder blocks\)"),
-        ("llama4_text", "magnitude", r"exclude experts \(\d+% of the weights"),
         ("flex_olmo", "wanda", "reached this expert; use more samples, or exclude experts$"),
         ("hrm_text", "wanda", "once and in order"),
         ("reformer", "wanda", "returns a ReformerOutput"),
@@ -182,6 +181,18 @@ def test_layers_that_share_a_weight_are_pruned_once(text_file, tmp_path):
 def test_refusals_name_the_cause(name, method, words):
     with pytest.raises(InputError, match=words):
         prune_(family(name), method, texts())
+
+
+@pytest.mark.parametrize("name", ["jetmoe", "llama4_text", "zamba", "inkling_text"])
+def test_the_advised_exclusion_leaves_the_stated_share_dense(name):
+    """zamba: modules of one name are several matrices, and contain others; inkling_text: one matrix."""
+    model = family(name)
+    with pytest.raises(InputError, match="in one tensor") as raised:
+        prunable_layers(model)
+    message = str(raised.value)
+    words, share = re.search(r"--exclude (.+) \((.+)% of the weights of the decoder blocks\)", message).groups()
+    dense = dense_share(model, prunable_layers(model, exclude=words.split()))
+    assert dense == pytest.approx(float(share) / 100, abs=0.04)  # besides routers and convolutions
 
 
 @pytest.mark.parametrize("name", ["modernbert-decoder", "hrm_text", "longcat_flash"])
@@ -214,9 +225,13 @@ def test_only_causal_decoders_are_accepted(name, settings, words, tmp_path):
             skeleton(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mpt", "whisper"])
-def test_the_context_length_may_have_another_name(name):
-    assert perplexity(family(name), byte_tokenizer(), ["a text of 1,000 words "] * 200, max_windows=1) > 1
+@pytest.mark.parametrize(("name", "length"), [("mpt", 128), ("whisper", 448), ("roberta", 127), ("prophetnet", 126)])
+def test_the_context_length_may_have_another_name(name, length):
+    """The positions of RoBERTa and ProphetNet begin after that of the padding."""
+    model = family(name)
+    model.config.is_decoder = True
+    assert context_length(model) == length
+    assert perplexity(model, byte_tokenizer(), ["a text of 1,000 words "] * 200, max_windows=1) > 1
 
 
 def test_a_model_that_is_pruned_already_is_named(tiny_llama, tmp_path, capsys):

@@ -15,6 +15,7 @@ from proxsparse import NMPattern, nm_mask
 from proxsparse.data.calibration import endless_order, evaluation_tokens
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import CHUNK, mean_loss, perplexity, window_bos
+from proxsparse.io import model_files
 from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
@@ -192,6 +193,16 @@ def test_masks_round_trip_and_are_checked_against_their_own_patterns(tmp_path):
         save_file(packed, file, metadata | changed)
         with pytest.raises(InputError, match=words):
             load_masks(file)
+
+
+def test_a_file_is_opened_once_for_all_its_tensors_and_again_if_it_changes(tmp_path, monkeypatch):
+    opened, open_file, file = [], model_files.open_file, tmp_path / "model.safetensors"
+    monkeypatch.setattr(model_files, "open_file", lambda path: opened.append(path) or open_file(path))
+    for count in (3, 4):
+        save_file({str(number): torch.full((count,), number) for number in range(count)}, file)
+        headers = model_files.headers([file])
+        assert all((model_files.read_tensor(headers, name) == int(name)).all() for name in headers)
+    assert len(opened) == 4  # for the headers and for the tensors, twice
 
 
 def test_an_atomic_directory_replaces_everything_or_nothing(tmp_path):

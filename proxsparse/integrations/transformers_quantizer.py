@@ -14,6 +14,7 @@ from proxsparse.inference.convert import packed_layers, unsparsify_
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_description, description, forms
 from proxsparse.io.model_files import WEIGHTS_NAME, check_counts, check_folder, check_weights, headers
+from proxsparse.models.matching import refuse_codes
 from proxsparse.reference.pack import check_packed
 from proxsparse_autoload import withdraw
 
@@ -70,6 +71,7 @@ class PackedQuantizer(HfQuantizer):
             layer = SparseLinear(*sizes, "meta", linear.weight.dtype, bits=form.bits, pattern=form.pattern)
             model.set_submodule(place, layer)
         check_weights(file_headers, model)
+        refuse_codes(file_headers, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:
         """Checks every packed layer once: kernels do not check the indices."""

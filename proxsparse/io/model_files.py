@@ -4,6 +4,7 @@ Only safetensors and JSON files inside the folder are opened, never a pickle or 
 a tensor are checked before it is read. safetensors is imported late, so a refused file is never parsed.
 """
 
+import functools
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
@@ -54,6 +56,8 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"model {str(folder)!r}: contains an adapter (adapter_config.json); {remedy}")
     if has_weights:
         weight_files(folder)
+    for path in folder.glob("*_config.json"):  # of the tokenizer, the generation and others
+        read_object(path)
     check_config(folder / "config.json")
 
 
@@ -66,7 +70,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def check_config(path: Path) -> None:
-    """Raises InputError for a config.json that names other files or code, or more than `MOST_MODULES` modules."""
+    """Raises InputError for a config.json with names of other files, code or unknown dtypes, or too many modules."""
     config = read_object(path)
     check_counts(config, str(path))
     refuse_quantized(config, str(path))
@@ -75,6 +79,12 @@ def check_config(path: Path) -> None:
             raise InputError(f"{path}: {key} is {value!r:.60}; remove it and rename the weights to {ONE_FILE}")
         if key.endswith("_implementation") and "/" in str(value):
             raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
+        if (
+            key in ("dtype", "torch_dtype")
+            and isinstance(value, str)
+            and not hasattr(torch, value.removeprefix("torch."))
+        ):
+            raise InputError(f"{path}: {key} {value!r:.60} is not a dtype of torch; give that of the weights")
 
 
 def check_counts(config: dict, name: str) -> None:
@@ -121,9 +131,11 @@ def weight_files(folder: Path) -> list[Path]:
     """
     names, index = [ONE_FILE], folder / INDEX
     if not (folder / ONE_FILE).is_file() and index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise InputError(f"{index}: malformed (no weight_map); {AGAIN}")
+        entries = read_object(index)
+        for key in ("weight_map", "metadata"):
+            if not isinstance(entries.get(key), dict):
+                raise InputError(f"{index}: malformed (no {key}); {AGAIN}")
+        weight_map = entries["weight_map"]
         if not weight_map:
             raise InputError(f"{index}: contains no tensors; {AGAIN}")
         for name in weight_map.values():
@@ -177,8 +189,14 @@ def headers(files: Iterable[Path]) -> dict[str, Header]:
 
 def read_tensor(headers: dict[str, Header], name: str) -> Tensor:
     """Reads one tensor. Raises ValueError for a damaged file."""
-    with open_file(headers[name].file) as file:
-        return file.get_tensor(name)
+    stat = (file := headers[name].file).stat()
+    return same_file(file, stat.st_ino, stat.st_size, stat.st_mtime_ns).get_tensor(name)
+
+
+@functools.lru_cache(maxsize=2)
+def same_file(file: Path, *_changes: int):
+    """The open file: to open it for each tensor takes a time quadratic in their number."""
+    return open_file(file)
 
 
 def add_tensors(folder: Path, extra: dict[str, Header]) -> None:
@@ -214,12 +232,7 @@ def check_weights(headers: dict[str, Header], model: nn.Module) -> None:
     `model` is that of their config.json, on the meta device. Only the number of weights is compared, because
     transformers renames and merges tensors while it loads them, and reports missing ones by name: up to half here.
     """
-    parameters = dict(model.named_parameters())
-    needed = sum(parameter.numel() for parameter in parameters.values())
+    needed = sum(parameter.numel() for parameter in model.parameters())
     held = sum(math.prod(header.shape) for header in headers.values())
     if needed > 2 * held:
         raise InputError(f"config.json: {needed:.4g} weights are needed, but the files contain {held:.4g}; {AGAIN}")
-    floats = {name for name, parameter in parameters.items() if parameter.is_floating_point()}
-    for name in sorted(floats & headers.keys()):
-        if (header := headers[name]).dtype not in SAFETENSORS_FLOATS:
-            raise InputError(f"{header.file}: {name} is {header.dtype}, not a dense float; give the dense checkpoint")

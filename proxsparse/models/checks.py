@@ -44,7 +44,12 @@ POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 def context_length(model: nn.Module) -> float:
     """The number of positions of the model; infinite if it has no limit."""
     values = [getattr(model.config.get_text_config(), name, None) or 0 for name in POSITIONS]
-    return next((value for value in values if value > 0), math.inf)  # some configs have -1: no limit
+    limit = next((value for value in values if value > 0), math.inf)  # some configs have -1: no limit
+    for name, module in model.named_modules():  # in models like RoBERTa, position 0 has the row after the padding
+        if "position" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            after = 2 if model.config.model_type == "prophetnet" else 1  # it also reads the row of the next position
+            limit = min(limit, module.num_embeddings - module.padding_idx - after)
+    return limit
 
 
 def refuse_other_tokens(model: nn.Module, ids: Tensor | np.ndarray, what: str) -> None:

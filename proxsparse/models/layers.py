@@ -114,7 +114,7 @@ def expert_count(module: nn.Module) -> int | None:
 
 def fused_matrices(module: nn.Module) -> int:
     """Number of matrices in one tensor of the module, 0 if it has no such tensor."""
-    fused = [p for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
+    fused = [p for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape[1:]) > 1]
     # the 3-dimensional weight of a convolution is not a stack of matrices
     return len(fused[0]) if fused and not isinstance(module, nn.Conv1d) else 0
 
@@ -190,12 +190,13 @@ def refuse_fused_weights(model: nn.Module, include: list[str] | None, exclude: l
     fused = {name: module for name, module in fused.items() if is_selected(name, include, exclude)}
     if fused:
         first, module = next(iter(fused.items()))
-        held = sum(p.numel() for each in fused.values() for p in each.parameters(recurse=False) if p.ndim == 3)
-        share = f"{held / sum(body_sizes(model).values()):.0%} of the weights of the decoder blocks"
-        leaves = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in fused))
+        leaves = list(dict.fromkeys(f"{name.rpartition('.')[2]}$" for name in fused))
+        left = [module for name, module in body_modules(model).items() if is_selected(name, leaves, None)]
+        held = sum(p.numel() for each in left for p in each.parameters(recurse=False) if p.ndim > 1)
+        share = f"{100 * held / sum(body_sizes(model).values()):.3g}% of the weights of the decoder blocks"
         raise InputError(
-            f"{first}: {type(module).__name__} has {fused_matrices(module)} matrices in one tensor instead of "
-            f"nn.Linear layers; leave them dense with --exclude {leaves} ({share})"
+            f"{first}: {type(module).__name__} has its matrices in one tensor of 3 dimensions instead of nn.Linear "
+            f"layers; leave them dense with --exclude {' '.join(leaves)} ({share})"
         )
 
 

@@ -18,7 +18,7 @@ from proxsparse.errors import InputError
 from proxsparse.io import model_files
 from proxsparse.io.atomic import copy_files
 from proxsparse.models.checks import refuse_not_causal
-from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_incomplete, rounding_notes
+from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_codes, refuse_incomplete, rounding_notes
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase, write_line
 
@@ -63,7 +63,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             remedy = "copy those of the pretrained model there"
             raise InputError(f"model {name!r}: no tokenizer.json or other tokenizer files in the folder; {remedy}")
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True, "config": config}
-    dequantized = bool(gguf_file) or (method := quantized_as(config)) in model_files.DEQUANTIZED
+    dequantized = bool(gguf_file) or (method := quantization(config).get("quant_method")) in model_files.DEQUANTIZED
     if dequantized and dtype == "auto":
         dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.bfloat16
     if dequantized and not gguf_file:
@@ -207,11 +207,15 @@ def examine(folder: Path, name: str) -> Source:
     Raises InputError for missing tensors, a wrong shape, and an unmerged adapter; the quantizer checks packed tensors.
     """
     model, found = skeleton(folder), model_files.headers(model_files.weight_files(folder))
-    method, kind = quantized_as(model.config), type(model).__name__
+    entry, kind = quantization(model.config), type(model).__name__
+    method = entry.get("quant_method")
     if method is None:
         model_files.check_weights(found, model)
     elif method not in model_files.DEQUANTIZED:
         return Source({}, [])
+    with one_line(f"{folder / 'config.json'}: weight_block_size", model_files.AGAIN):
+        block = (entry.get("weight_block_size", (128, 128)) or (1, 1)) if method == "fp8" else None
+        refuse_codes(found, model, block)  # before `match` replaces the parameters
     result = match(found, model)
     extra = {file: found[file] for file in result.extra}
     if adapters := [file for file in extra if "lora_" in file]:
@@ -226,10 +230,10 @@ def examine(folder: Path, name: str) -> Source:
     return Source({}, notes, folder)
 
 
-def quantized_as(config) -> str | None:
-    """The quant_method in a config, or in that of its text model; None: not quantized."""
+def quantization(config) -> dict:
+    """The quantization_config of a config, or of that of its text model; {}: not quantized."""
     entries = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    return next((str(entry.get("quant_method")) for entry in entries if entry), None)
+    return next((entry for entry in entries if entry), {})
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from proxsparse.errors import InputError
-from proxsparse.io.model_files import Header, entries_of
+from proxsparse.io.model_files import SAFETENSORS_FLOATS, Header, entries_of
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ROPE_FACTORS = ("rope_freqs.", "rope_factors_")  # tensors with the scaling of rotary positions
@@ -100,6 +100,28 @@ def refuse_incomplete(name: str, matched: Match, kind: str) -> None:
         missing = f"{kind} needs {len(matched.missing)} tensors that are missing, the first is {matched.missing[0]}"
         remedy = "download the complete checkpoint, or save the causal language model"
         raise InputError(f"model {name!r}: {missing}; {remedy}")
+
+
+def refuse_codes(headers: dict[str, Header], model: nn.Module, block: Iterable[int] | None = None) -> None:
+    """Raises InputError for codes in the files that transformers would take as weights, or scale wrongly.
+
+    block: weight_block_size of an FP8 checkpoint; None: nothing is scaled. transformers takes size // (number of
+    scales) for the size of a block, which is wrong if there is a remainder.
+    """
+    codes = sorted(name for name, header in headers.items() if header.dtype not in SAFETENSORS_FLOATS)
+    needed = model.state_dict()
+    for name, inside in model_names(codes, model)[0].items():
+        header, stem = headers[name], name.removesuffix(".weight")
+        if not needed[inside].is_floating_point():
+            continue
+        scales = headers.keys() & {f"{name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"}
+        if block is None or not scales:
+            what = "not a dense float" + (", and has no scale that transformers reads" if block else "")
+            raise InputError(f"{header.file}: {name} is {header.dtype}, {what}; give the dense checkpoint")
+        for size, count, length in zip(header.shape[-2:], headers[min(scales)].shape[-2:], block, strict=False):
+            if count != 1 and (not count or size % count or (size % length and count == -(-size // length))):
+                what = f"{name} has size {size}, not a multiple of the fp8 block ({length})"
+                raise InputError(f"{header.file}: {what}; give the dense checkpoint")
 
 
 def check_saved(

@@ -139,9 +139,8 @@ def check_values(values: Tensor, bits: int) -> None:
         raise ValueError(f"values of shape {list(values.shape)}: 4-bit codes need an even number of values in a row")
     most = torch.finfo(values.dtype).max / 2  # near the largest number a code times its scale overflows
     if not (values.abs() <= most).all():
-        raise ValueError(
-            f"values contain NaN, infinity or a magnitude above {most:.3g}, which have no code; load the weights again"
-        )
+        remedy = "keep 16 bits" + " or convert them to bfloat16" * (values.dtype == torch.float16)
+        raise ValueError(f"values contain NaN, infinity or a magnitude above {most:.3g}, which have no code; {remedy}")
 
 
 def check_quantized(codes: Tensor, scales: Tensor) -> None:

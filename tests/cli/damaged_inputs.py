@@ -49,6 +49,21 @@ def index(content):
     return lambda folder: (folder / "model.safetensors").rename(folder / INDEX).write_text(content)
 
 
+def set_dtype(name):
+    file = "config.json"
+    return lambda folder: (folder / file).write_text(
+        json.dumps(json.loads((folder / file).read_text()) | {"dtype": name})
+    )
+
+
+def halve(folder):
+    """Converts the weights to float16, where one is so large that no code stands for it."""
+    weights = {name: weight.half() for name, weight in load_file(folder / "model.safetensors").items()}
+    up = weights[f"{UP}.weight"]
+    weights[f"{UP}.weight"] = torch.where(up == up.max(), 6e4, up)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 INDEX = "model.safetensors.index.json"
 DENSE = {  # damaged copies of the dense model
     "no-tokenizer": lambda folder: [file.unlink() for file in folder.glob("*token*")],
@@ -63,10 +78,14 @@ PRUNED = {  # damaged copies of the pruned model
     "cut-pruned": shorten,
     "nan-pruned": set_last("model.norm", torch.nan),
     "no-weights": lambda folder: (folder / "model.safetensors").unlink(),
-    "no-shard": index('{"weight_map": {"a": "b.safetensors"}}'),
+    "no-shard": index('{"metadata": {}, "weight_map": {"a": "b.safetensors"}}'),
+    "no-metadata": index('{"weight_map": {"a": "b.safetensors"}}'),
     "bad-index": index('{"weights": 1}'),
-    "empty-index": index('{"weight_map": {}}'),
+    "empty-index": index('{"metadata": {}, "weight_map": {}}'),
     "empty-weights": lambda folder: save_file({}, folder / "model.safetensors"),
+    "list-config": write("generation_config.json", "[1]"),
+    "auto-dtype": set_dtype("auto"),
+    "large-half": halve,
     "bad-config": write("config.json", "{"),
     "empty-config": write("config.json", "{}"),
     "other-shape": lambda folder: change_weights(folder, cut_a_row),

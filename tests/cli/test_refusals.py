@@ -179,6 +179,13 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("pack no-weights", "model.safetensors is missing"),
     ("pack no-shard", "b.safetensors is missing"),
     ("pack bad-index", "index.json: malformed"),
+    ("pack no-metadata", "index.json: malformed (no metadata)"),
+    ("pack list-config", "generation_config.json: malformed (not a JSON object)"),
+    ("pack auto-dtype", "config.json: dtype 'auto' is not a dtype of torch; give that of the weights"),
+    (
+        "pack large-half --bits 8",
+        f"{UP}: values contain .. 3.28e+04 .. keep 16 bits or convert them to bfloat16",
+    ),
     ("pack empty-index", "index.json: contains no tensors"),
     ("pack empty-weights", "model.safetensors: contains no tensors"),
     ("pack bad-config", "config.json .. malformed"),

@@ -126,6 +126,35 @@ def test_quantized_checkpoints_are_saved_dense(name, tmp_path, capsys):
             assert 2 * weight.count_nonzero() >= 0.9 * meant[key].count_nonzero(), key
 
 
+def experts_as(dtype):
+    return lambda tensors: {name: x.to(dtype) if "experts" in name else x for name, x in tensors.items()}
+
+
+def without_scales(tensors):
+    return {name.replace("_scale_inv", "_scale"): tensor for name, tensor in fp8(tensors)[0].items()}
+
+
+UNSCALED = {  # model, how its weights are stored, the entry of config.json, what is said
+    "experts I8": ("mixtral", experts_as(torch.int8), None, r"experts\.0\.w1\.weight is I8, not a dense float"),
+    "experts F8": ("mixtral", experts_as(torch.float8_e4m3fn), None, r"w1\.weight is F8_E4M3, not a dense float"),
+    "another scale": ("llama", without_scales, FP8, r"down_proj\.weight is F8_E4M3, .* no scale"),
+    "remainder": (
+        *("llama", lambda tensors: fp8(tensors)[0], FP8 | {"weight_block_size": [24, 24]}),
+        r"down_proj\.weight has size 32, not a multiple of the fp8 block \(24\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "form", "entry", "words"), UNSCALED.values(), ids=UNSCALED)
+def test_codes_that_would_be_taken_as_weights_are_refused(model, form, entry, words, tmp_path):
+    source = rewrite(save_tiny_model(model, tmp_path / "model"), form, quantization_config=entry)
+    with pytest.raises(InputError, match=f"{words}.*; give the dense checkpoint"):
+        load_model(str(source))
+    if entry is None:
+        with pytest.raises(InputError, match=words):
+            pack.main([str(source), "--output_dir", str(tmp_path / "packed")])
+
+
 NOT_DENSE = [
     *({"quantization_config": {"quant_method": name}} for name in ("gptq", "awq", "compressed-tensors", "new")),
     {"quantization_config": {"load_in_4bit": True}},
