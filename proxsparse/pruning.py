@@ -44,7 +44,7 @@ from proxsparse.training.options import FinetuneOptions, check_fields
 
 # values of the type of each argument
 TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42, "max_windows": -1}
-TYPICAL |= {"include": [], "exclude": [], "save_steps": 1}
+TYPICAL |= {"save_steps": 1}
 
 
 def prune_(
@@ -113,7 +113,7 @@ def prune_(
         check_option_names(options, known, what)
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
         more = {"seed": seed, "include": include, "exclude": exclude}
-        check_types(options | given | more, known | TYPICAL)
+        check_types(options | given | {"seed": seed}, known | TYPICAL)
         check_fields(DataArgs(**given))
         check_fields(HardwareArgs(seed=seed))
         values = known | options | {"seed": seed}
@@ -189,7 +189,7 @@ def finetune_(
         check_option_names(options, known, "finetune_")
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
         more = {"seed": seed, "include": include, "exclude": exclude}
-        check_types(options | given | more, known | TYPICAL)
+        check_types(options | given | {"seed": seed}, known | TYPICAL)
         data_args = TuningDataArgs(**given)
         check_fields(data_args)
         values = vars(FinetuneOptions(**options, seed=seed).check())

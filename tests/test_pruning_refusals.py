@@ -118,7 +118,12 @@ REFUSALS = {
     "method": (prunes("wandb", TEXTS), "method 'wandb': no such method; choose from"),
     "option": (prunes("sparsegpt", TEXTS, dampng=1), "method 'sparsegpt' has no option 'dampng'; its options: damping"),
     "type": (prunes("sparsegpt", TEXTS, damping="0.1"), "damping='0.1': must be of type"),
-    "expression": (prunes("magnitude", include="mlp"), "include='mlp': must be of type list"),
+    "expression": (prunes("magnitude", include="mlp"), "include='mlp': must be a list of regular expressions"),
+    "expressions": (prunes("magnitude", exclude=["mlp", 5]), "exclude=['mlp', 5]: must be a list of regular"),
+    "expression, finetune_": (
+        lambda m, t: proxsparse.finetune_(m, None, TEXTS, t, include=5),
+        "include=5: must be a list of regular expressions",
+    ),
     "seed": (prunes("wanda", TEXTS, seed=-1), "seed -1: must be between 0 and"),
     "text": (prunes("wanda", TEXTS, num_samples="8"), "num_samples='8': must be of type"),
     "batches": (

@@ -165,6 +165,9 @@ def prunable_layers(
 
 def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:
     """Whether `name` matches an `include` expression (None: any name) and no `exclude` expression."""
+    for flag, given in (("include", include), ("exclude", exclude)):
+        if not isinstance(given, list | tuple | None) or not all(isinstance(each, str) for each in given or ()):
+            raise InputError(f"{flag}={given!r}: must be a list of regular expressions, such as ['mlp']")
     try:
         included = not include or any(re.search(expression, name) for expression in include)
         return included and not any(re.search(expression, name) for expression in exclude or [])
