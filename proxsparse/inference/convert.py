@@ -15,6 +15,7 @@ from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, ch
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import quant_method
 from proxsparse.models.matching import Match, model_names
+from proxsparse.models.uncompiled import uncompiled
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern
@@ -55,12 +56,13 @@ def sparsify_(
     check_bits(bits)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
-    chosen = packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude, bits)
-    for names, pattern in chosen:
-        packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend, bits, pattern)
-        for name in names:
-            model.set_submodule(name, packed)
-    declare_(model)
+    with uncompiled(model) as plain:
+        chosen = packable_layers(plain, lambda name: plain.get_submodule(name).weight, include, exclude, bits)
+        for names, pattern in chosen:
+            packed = SparseLinear.from_linear(plain.get_submodule(names[0]), backend, bits, pattern)
+            for name in names:
+                plain.set_submodule(name, packed)
+        declare_(plain)
     return model
 
 
@@ -71,14 +73,15 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     With 16 bits the weights are bit-identical, except that a -0.0 in a pruned place may become +0.0 (proxsparse writes
     +0.0 only).
     """
-    for names in names_of_modules(model, SparseLinear):
-        packed = model.get_submodule(names[0])
-        linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(packed.dense_weight())
-        linear.bias = None if packed.bias is None else nn.Parameter(packed.bias.detach())
-        for name in names:
-            model.set_submodule(name, linear.train(packed.training))
-    declare_(model)
+    with uncompiled(model) as plain:
+        for names in names_of_modules(plain, SparseLinear):
+            packed = plain.get_submodule(names[0])
+            linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
+            linear.weight = nn.Parameter(packed.dense_weight())
+            linear.bias = None if packed.bias is None else nn.Parameter(packed.bias.detach())
+            for name in names:
+                plain.set_submodule(name, linear.train(packed.training))
+        declare_(plain)
     return model
 
 

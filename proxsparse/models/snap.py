@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import check_mask
 from proxsparse.models.layers import stored_weight
+from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.sharding import local
 
@@ -31,9 +32,10 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     """
     if not masks:
         raise InputError("there are no masks; give those of a run")
-    modules = dict(model.named_modules())
-    if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
-        modules = dict(unfold_linears_(model).named_modules())
+    with uncompiled(model) as model:
+        modules = dict(model.named_modules())
+        if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
+            modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
         check_mask(name, mask)
         layer, shape = modules.get(name), f"shape {list(mask.shape)}"
