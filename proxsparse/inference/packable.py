@@ -71,7 +71,7 @@ def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[N
     if tied:
         return "its weight is tied to that of another module, which needs it dense", False
     if weight is None:
-        return "no file has its weight", False
+        return "the files store its weight joined with others or split, which only proxsparse.sparsify_ packs", False
     if weight.is_meta:
         return "its weight is on the meta device; load the model first", True
     if weight.dtype not in FLOAT_DTYPES or not WINDOWED[0].fits(weight.shape[-1]):
