@@ -13,8 +13,12 @@ def uncompiled(model: nn.Module) -> Iterator[nn.Module]:
         yield model
         return
     model = unwrapped(model)
-    children = [(parent._modules, *item) for parent in model.modules() for item in parent._modules.items()]
-    wrapped = [row for row in children if row[2] is not None and unwrapped(row[2]) is not row[2]]
+    wrapped = [
+        (parent._modules, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and unwrapped(child) is not child
+    ]
     # of `module.compile()`
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     try:
