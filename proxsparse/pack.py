@@ -88,6 +88,10 @@ def packing(options, config: dict, source_headers: dict, model: nn.Module) -> Wo
     names = match(source_headers, skeleton(Path(options.model)))
     refuse_codes(source_headers, model)
     refuse_incomplete(options.model, names, type(model).__name__)
+    merged = [] if options.include else convert.merged_tensors(source_headers, model, names, options.exclude)
+    if merged:
+        why = "transformers splits or joins them to make layers; proxsparse.sparsify_ in Python packs these layers"
+        print(f"note: {len(merged)} N:M tensors stay dense, the first is {merged[0]}: {why}")
     layers = convert.layers_to_pack(source_headers, model, names, options.include, options.exclude, options.bits)
     buffers = {name for name, _ in model.named_buffers()}
     forms = {layer: disk.Form(options.bits, pattern) for layer, (_, pattern) in layers.items()}

@@ -34,6 +34,7 @@ from proxsparse.models.layers import (
     refuse_packed,
 )
 from proxsparse.models.snap import copy_weights, snap_
+from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike, pattern_of_zeros
 from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningDataArgs
@@ -44,7 +45,7 @@ from proxsparse.training.options import FinetuneOptions, check_fields
 
 # values of the type of each argument
 TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42, "max_windows": -1}
-TYPICAL |= {"include": [], "exclude": [], "save_steps": 1}
+TYPICAL |= {"save_steps": 1}
 
 
 def prune_(
@@ -106,14 +107,14 @@ def prune_(
         InputError: a ValueError whose message names the argument: an unknown method or option, a value out of range,
             data of another form, no layer to prune, weights that are NaN.
     """
-    with front_door(model):
+    with front_door(model) as model:
         chosen, allocated = get_method(method), get_allocation(allocation)
         known = chosen.options | allocated.options
         what = f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
         check_option_names(options, known, what)
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
         more = {"seed": seed, "include": include, "exclude": exclude}
-        check_types(options | given | more, known | TYPICAL)
+        check_types(options | given | {"seed": seed}, known | TYPICAL)
         check_fields(DataArgs(**given))
         check_fields(HardwareArgs(seed=seed))
         values = known | options | {"seed": seed}
@@ -182,14 +183,14 @@ def finetune_(
         InputError: a ValueError whose message names the argument: no layer is N:M, the teacher has other tokens, an
             option is unknown or out of range.
     """
-    with front_door(model):
+    with front_door(model) as model, uncompiled(teacher) as teacher:
         known = vars(FinetuneOptions())
         if teacher is None:
             options = {"distill": 0.0} | options
         check_option_names(options, known, "finetune_")
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
         more = {"seed": seed, "include": include, "exclude": exclude}
-        check_types(options | given | more, known | TYPICAL)
+        check_types(options | given | {"seed": seed}, known | TYPICAL)
         data_args = TuningDataArgs(**given)
         check_fields(data_args)
         values = vars(FinetuneOptions(**options, seed=seed).check())
@@ -242,7 +243,7 @@ def perplexity(
     Raises:
         InputError: a ValueError whose message names the argument.
     """
-    with front_door(model):
+    with front_door(model) as model:
         check_language_model(model)
         check_types({"seq_len": seq_len, "max_windows": max_windows}, TYPICAL)
         check_fields(EvaluateArgs(eval_seq_len=seq_len, eval_max_windows=max_windows, eval_bos=bos))
@@ -354,15 +355,17 @@ def check_types(options: dict, known: dict) -> None:
 
 
 @contextmanager
-def front_door(model: nn.Module) -> Iterator[None]:
-    """The context of a call. It shows progress if somebody watches, and restores torch's random number generators.
+def front_door(model: nn.Module) -> Iterator[nn.Module]:
+    """The context of a call, with the `uncompiled` model. It shows progress if somebody watches, and restores torch's
+    random number generators.
 
     An InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ...".
     """
     interactive = sys.stderr.isatty() or "ipykernel" in sys.modules  # a terminal or a notebook
     weights = model.parameters() if isinstance(model, nn.Module) else ()
+    devices = {weight.device.index for weight in weights if weight.is_cuda}
     try:
-        with shown(interactive), torch.random.fork_rng({weight.device.index for weight in weights if weight.is_cuda}):
-            yield
+        with shown(interactive), torch.random.fork_rng(devices), uncompiled(model) as plain:
+            yield plain
     except InputError as error:
         raise InputError(re.sub(r"--(?:eval_)?(\w+)", r"\1", str(error))) from error.__cause__

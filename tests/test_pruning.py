@@ -12,11 +12,13 @@ import torch
 from commands import run
 from pruned import prune_ as prune_by_magnitude
 from tiny_models import FEW, TEXTS, TOKENS, byte_tokenizer, tiny_model
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.data import DataLoader, TensorDataset
 
 import proxsparse
 from proxsparse import prune
 from proxsparse.errors import InputError
+from proxsparse.inference.convert import unsparsify_
 from proxsparse.io.mask_files import recorded_masks
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import copy_weights
@@ -245,6 +247,44 @@ def test_the_modes_gradients_and_random_state_of_the_caller_change_nothing(token
         assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
         assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     assert all(torch.equal(mask, results[1][name]) for name, mask in results[0].items())
+
+
+def refuse_to_compile(*_graph):
+    raise AssertionError("compiled code was called")
+
+
+def compile_children(module):
+    for name, child in module.named_children():
+        module.set_submodule(name, torch.compile(child, backend=refuse_to_compile))
+
+
+COMPILED = {
+    "model": lambda model: torch.compile(model, backend=refuse_to_compile),
+    "in place": lambda model: model.compile(backend=refuse_to_compile) or model,
+    "blocks": lambda model: compile_children(model.model.layers) or model,
+    "layers": lambda model: compile_children(model.model.layers[0].mlp) or model,
+}
+
+
+@pytest.mark.parametrize("compiled", COMPILED.values(), ids=COMPILED)
+def test_a_compiled_model_is_handled_as_the_model_without_the_wrappers(compiled, tokenizer):
+    """The code that an earlier call compiled gave other masks, and names with `_orig_mod` do not fit the model."""
+    plain, model = tiny_model("llama"), compiled(tiny_model("llama"))
+    options = {"include": [r"^model\.layers\.0\.\w+\.\w+$"]}
+    expected, masks = (proxsparse.prune_(m, "wanda", TEXTS, tokenizer, **options, **FEW) for m in (plain, model))
+    assert masks.keys() == expected.keys()
+    assert all(torch.equal(mask, expected[name]) for name, mask in masks.items())
+    proxsparse.apply_masks_(model, masks)
+    measured = [proxsparse.perplexity(m, tokenizer, TEXTS, seq_len=16, max_windows=2) for m in (plain, model)]
+    assert measured[0] == measured[1]
+    teacher = compiled(tiny_model("llama"))
+    assert proxsparse.finetune_(model, teacher, TEXTS, tokenizer, max_steps=1, **FEW).keys() == masks.keys()
+    with pytest.raises(BackendCompilerFailed, match="compiled code was called"):  # afterwards it is compiled again
+        model(TOKENS[0][None])
+    assert proxsparse.sparsify_(model, **options) is model
+    assert model.config.quantization_config["layers"] == list(masks)
+    assert unsparsify_(model) is model
+    assert not any(isinstance(module, proxsparse.SparseLinear) for module in model.modules())
 
 
 # ---------------------------------------------------------------------------------------------- the other functions

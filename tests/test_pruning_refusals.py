@@ -6,6 +6,7 @@ import pytest
 import torch
 from pruned import prune_ as prune_by_magnitude
 from tiny_models import FEW, TEXTS, TOKENS, byte_tokenizer, tiny_model
+from torch.nn.utils import prune as torch_prune
 
 import proxsparse
 from proxsparse.errors import InputError
@@ -27,6 +28,21 @@ def with_adapter(model):
 def with_tuples(model):
     model.config.return_dict = False
     return model
+
+
+COMPUTED = {
+    "parametrization": lambda layer: torch.nn.utils.parametrizations.weight_norm(layer),
+    "weight_norm": lambda layer: torch.nn.utils.weight_norm(layer),
+    "prune": lambda layer: torch_prune.l1_unstructured(layer, "weight", 0.3),
+}
+UP_PROJ = "model.layers.0.mlp.up_proj"
+CALLS = {
+    "prune_": lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, max_steps=1, **FEW),
+    "finetune_": lambda m, t: proxsparse.finetune_(m, None, TEXTS, t, max_steps=1, **FEW),
+    "apply_masks_": lambda m, t: proxsparse.apply_masks_(m, {UP_PROJ: torch.ones(64, 32).bool()}),
+    "sparsify_": lambda m, t: proxsparse.sparsify_(m),
+    "ProxOptimizer": lambda m, t: proxsparse.ProxOptimizer(torch.optim.SGD(m.parameters()), 0.1, model=m),
+}
 
 
 def offloaded(model):
@@ -118,7 +134,12 @@ REFUSALS = {
     "method": (prunes("wandb", TEXTS), "method 'wandb': no such method; choose from"),
     "option": (prunes("sparsegpt", TEXTS, dampng=1), "method 'sparsegpt' has no option 'dampng'; its options: damping"),
     "type": (prunes("sparsegpt", TEXTS, damping="0.1"), "damping='0.1': must be of type"),
-    "expression": (prunes("magnitude", include="mlp"), "include='mlp': must be of type list"),
+    "expression": (prunes("magnitude", include="mlp"), "include='mlp': must be a list of regular expressions"),
+    "expressions": (prunes("magnitude", exclude=["mlp", 5]), "exclude=['mlp', 5]: must be a list of regular"),
+    "expression, finetune_": (
+        lambda m, t: proxsparse.finetune_(m, None, TEXTS, t, include=5),
+        "include=5: must be a list of regular expressions",
+    ),
     "seed": (prunes("wanda", TEXTS, seed=-1), "seed -1: must be between 0 and"),
     "text": (prunes("wanda", TEXTS, num_samples="8"), "num_samples='8': must be of type"),
     "batches": (
@@ -179,3 +200,19 @@ def test_a_process_group_is_refused(monkeypatch):
     monkeypatch.setattr("proxsparse.pruning.world_size", lambda: 2)
     with pytest.raises(InputError, match="runs in one process, not in a process group of 2"):
         proxsparse.prune_(tiny_model("llama"), "magnitude")
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_every_forward_pass_computes_is_refused_by_name(call, kind):
+    model = prune_by_magnitude(tiny_model("llama"))
+    for block in model.model.layers:
+        COMPUTED[kind](block.mlp.up_proj)
+        block.mlp.up_proj(torch.ones(1, 32))
+    with pytest.raises(InputError, match=rf"^{UP_PROJ}: .*remove_parametrizations or torch.nn.utils.prune.remove"):
+        CALLS[call](model, byte_tokenizer())
+    if call == "prune_":
+        with pytest.raises(InputError, match=r"^model.layers.1.mlp.up_proj: "):
+            proxsparse.prune_(model, "magnitude", exclude=[r"layers\.0"])
+        assert len(proxsparse.prune_(model, "magnitude", exclude=["up_proj"])) == 12

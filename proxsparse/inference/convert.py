@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
-from proxsparse.inference.packable import names_of_modules, packable_layers
+from proxsparse.inference.packable import names_of_modules, packable_layers, pattern_or_obstacle
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
-from proxsparse.models.layers import quant_method
-from proxsparse.models.matching import Match, model_names
+from proxsparse.models.layers import is_selected, quant_method
+from proxsparse.models.matching import Match, keep_from_merging_, model_names
+from proxsparse.models.uncompiled import uncompiled
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern
@@ -55,12 +56,13 @@ def sparsify_(
     check_bits(bits)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
-    chosen = packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude, bits)
-    for names, pattern in chosen:
-        packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend, bits, pattern)
-        for name in names:
-            model.set_submodule(name, packed)
-    declare_(model)
+    with uncompiled(model) as plain:
+        chosen = packable_layers(plain, lambda name: plain.get_submodule(name).weight, include, exclude, bits)
+        for names, pattern in chosen:
+            packed = SparseLinear.from_linear(plain.get_submodule(names[0]), backend, bits, pattern)
+            for name in names:
+                plain.set_submodule(name, packed)
+        declare_(plain)
     return model
 
 
@@ -71,14 +73,15 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     With 16 bits the weights are bit-identical, except that a -0.0 in a pruned place may become +0.0 (proxsparse writes
     +0.0 only).
     """
-    for names in names_of_modules(model, SparseLinear):
-        packed = model.get_submodule(names[0])
-        linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(packed.dense_weight())
-        linear.bias = None if packed.bias is None else nn.Parameter(packed.bias.detach())
-        for name in names:
-            model.set_submodule(name, linear.train(packed.training))
-    declare_(model)
+    with uncompiled(model) as plain:
+        for names in names_of_modules(plain, SparseLinear):
+            packed = plain.get_submodule(names[0])
+            linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
+            linear.weight = nn.Parameter(packed.dense_weight())
+            linear.bias = None if packed.bias is None else nn.Parameter(packed.bias.detach())
+            for name in names:
+                plain.set_submodule(name, linear.train(packed.training))
+        declare_(plain)
     return model
 
 
@@ -160,6 +163,15 @@ def layers_to_pack(
     }
 
 
+def merged_tensors(headers: dict[str, Header], model: nn.Module, names: Match, exclude: list[str] | None) -> list[str]:
+    """The N:M tensors of the files that `layers_to_pack` skips: transformers splits or joins them to make layers."""
+    linears = {f"{name}.weight" for group in names_of_modules(model, nn.Linear) for name in group}
+    merged = {name: names.names[name] for name in sorted(names.merged) if names.names[name] in linears}
+    selected = [name for name, inside in merged.items() if is_selected(inside.removesuffix(".weight"), None, exclude)]
+    found = {name: pattern_or_obstacle(read_tensor(headers, name), tied=False, bits=16)[0] for name in selected}
+    return [name for name, pattern in found.items() if isinstance(pattern, NMPattern)]
+
+
 def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, tuple[str, Form]]:
     """Name in the files -> name in the model, form, for the packed layers of a checkpoint, after checking them.
 
@@ -201,6 +213,7 @@ def declare_(model: nn.Module) -> None:
     layers = {name: Form(layer.bits, layer.pattern) for name, layer in packed.items()}
     if layers:
         model.config.quantization_config = description(layers)
+        keep_from_merging_(model, [f"{name}.{part}" for name in layers for part in (*PARTS, "weight")])
     elif quant_method(model) == QUANT_METHOD:
         del model.config.quantization_config
-        model.hf_quantizer, model.is_quantized = None, False
+        model.hf_quantizer, model.is_quantized, model._weight_conversions = None, False, None

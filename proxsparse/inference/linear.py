@@ -214,7 +214,7 @@ class SparseLinear(nn.Module):
 
 def check_bits(bits: int) -> None:
     """Raises ValueError for a number of bits that no layer has."""
-    if bits not in BITS:
+    if bits not in BITS or not isinstance(bits, int):
         raise ValueError(f"bits={bits!r}: packed weights have {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits")
 
 

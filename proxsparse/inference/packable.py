@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.packed_checkpoint import PARTS
-from proxsparse.models.layers import is_selected
+from proxsparse.models.layers import is_selected, stored_weight
 from proxsparse.models.unfold_linears import unfolded_layers
 from proxsparse.patterns import FLOAT_DTYPES, WINDOWED, NMPattern, block_counts, clear_pattern
 from proxsparse.reference.quantize import CODES, check_values
@@ -71,7 +71,7 @@ def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[N
     if tied:
         return "its weight is tied to that of another module, which needs it dense", False
     if weight is None:
-        return "no file has its weight", False
+        return "the files store its weight joined with others or split, which only proxsparse.sparsify_ packs", False
     if weight.is_meta:
         return "its weight is on the meta device; load the model first", True
     if weight.dtype not in FLOAT_DTYPES or not WINDOWED[0].fits(weight.shape[-1]):
@@ -111,6 +111,7 @@ def not_pruned(pattern: NMPattern, wrong: int, blocks: int) -> str:
 def refuse_altered(model: nn.Module, name: str) -> None:
     """Raises ValueError for a layer whose replacement would lose hooks or overrides."""
     layer, parts = model.get_submodule(name), name.split(".")
+    stored_weight(name, layer)
     around = [".".join(parts[:count]) for count in range(len(parts))]
     rewriting = [type(model.get_submodule(parent)).__name__ for parent in around if rewrites(model, parent, name)]
     reasons = {

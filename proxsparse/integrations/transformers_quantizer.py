@@ -6,6 +6,7 @@ the meta device, and the files contain only packed weights.
 
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -88,6 +89,7 @@ class PackedQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: nn.Module, dtype=None) -> nn.Module:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name after save_pretrained
         return unsparsify_(model) if dtype is None else unsparsify_(model).to(dtype)
 
     def is_serializable(self) -> bool:

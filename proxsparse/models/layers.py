@@ -50,7 +50,7 @@ def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
             adapters |= {*layer.modules()} - {layer, *layer.base_layer.modules()}
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and module not in adapters:
-            found.setdefault(id(module.weight), (name, module))
+            found.setdefault(id(module._parameters.get("weight", module)), (name, module))
     return dict(found.values())
 
 
@@ -58,7 +58,7 @@ def body_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of `body_linears` except `routers`. `model` may be in a wrapper, as of DDP."""
     model = getattr(model, "module", model)
     dense = routers(model)
-    return [layer.weight for name, layer in body_linears(model).items() if name not in dense]
+    return [stored_weight(name, layer) for name, layer in body_linears(model).items() if name not in dense]
 
 
 def body_sizes(model: nn.Module) -> dict[int, int]:
@@ -156,15 +156,28 @@ def prunable_layers(
             f"no layer to prune: {found}, none selected by --include {include} --exclude {exclude}; change them"
         )
     for name, layer in layers.items():
+        weight = stored_weight(name, layer)
         try:
-            NMPattern.parse(patterns[name]).check_blocks(layer.weight.shape)
+            NMPattern.parse(patterns[name]).check_blocks(weight.shape)
         except ValueError as error:
             raise InputError(f"{name}: {error} (--exclude {name.rpartition('.')[2]}, --pattern)") from error
     return layers
 
 
+def stored_weight(name: str, layer: nn.Linear) -> nn.Parameter:
+    """The weight of a layer. Raises InputError if each forward pass computes it, so that a change of it is lost."""
+    if "weight" not in layer._parameters:
+        what = f"{name}: it computes its weight from other parameters, as weight_norm and torch.nn.utils.prune do"
+        remedy = "call torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove"
+        raise InputError(f"{what}; {remedy}, or exclude {name.rpartition('.')[2]!r}")
+    return layer.weight
+
+
 def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:
     """Whether `name` matches an `include` expression (None: any name) and no `exclude` expression."""
+    for flag, given in (("include", include), ("exclude", exclude)):
+        if not isinstance(given, list | tuple | None) or not all(isinstance(each, str) for each in given or ()):
+            raise InputError(f"{flag}={given!r}: must be a list of regular expressions, such as ['mlp']")
     try:
         included = not include or any(re.search(expression, name) for expression in include)
         return included and not any(re.search(expression, name) for expression in exclude or [])

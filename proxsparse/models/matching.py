@@ -1,7 +1,7 @@
 """Compares the tensors in the files of a checkpoint with what `from_pretrained` needs, without reading weights."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +55,28 @@ def model_names(
         if converter is not None:
             merged.add(name)
     return names, merged, extra
+
+
+def keep_from_merging_(model: nn.Module, tensors: Collection[str]) -> None:
+    """Makes `save_pretrained` write these tensors as the model names them, and not merge, split or permute them."""
+    from transformers import PreTrainedModel
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if not isinstance(model, PreTrainedModel):
+        return
+    steps = getattr(model, "_weight_conversions", None)
+    if steps is None:  # as `save_pretrained` does
+        steps = get_model_conversion_mapping(model, add_legacy=False)
+        steps = [step for step in steps if not isinstance(step, loading.PrefixChange)]
+    converters = {step: step.reverse_transform() for step in steps if isinstance(step, loading.WeightConverter)}
+    merged = {
+        step
+        for step, reverse in converters.items()
+        if any(reverse.rename_source_key(name)[1] is not None for name in tensors)
+    }
+    if merged:
+        model._weight_conversions = [step for step in steps if step not in merged]
 
 
 def match(headers: dict[str, Header], model: nn.Module) -> Match:

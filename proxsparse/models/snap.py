@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import check_mask
+from proxsparse.models.layers import stored_weight
+from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.sharding import local
 
@@ -25,18 +27,20 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
     Raises:
-        InputError: no mask, one that is not bool, or a layer that the model does not have in this shape; no weight is
-            then changed.
+        InputError: no mask, one that is not bool, or a layer that the model does not have in this shape, or whose
+            weight is computed from other parameters; no weight is then changed.
     """
     if not masks:
         raise InputError("there are no masks; give those of a run")
-    modules = dict(model.named_modules())
-    if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
-        modules = dict(unfold_linears_(model).named_modules())
+    with uncompiled(model) as model:
+        modules = dict(model.named_modules())
+        if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
+            modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
         check_mask(name, mask)
         layer, shape = modules.get(name), f"shape {list(mask.shape)}"
-        has = f"shape {list(layer.weight.shape)}" if isinstance(layer, nn.Linear) else "no such linear layer"
+        is_linear = isinstance(layer, nn.Linear)
+        has = f"shape {list(stored_weight(name, layer).shape)}" if is_linear else "no such linear layer"
         if has != shape:
             what = f"layer {name} has {shape}, the model has {has}"
             raise InputError(f"masks of another model: {what}; give masks of this model")

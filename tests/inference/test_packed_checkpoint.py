@@ -1,12 +1,14 @@
 """Packed checkpoints in transformers: loaded straight into SparseLinear, saved bit for bit, refused when damaged."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 import transformers
 from commands import config_of
+from family_models import family_model
 from pruned import packed_copy, prune_, pruned_model, tensors_of
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -101,8 +103,32 @@ def test_families_load_packed_and_generate_the_same(name, tmp_path):
     assert torch.equal(dense(TOKENS).logits, packed(TOKENS).logits)
 
 
+# types whose files have one tensor for several layers; transformers merges all their tensors, of hrm_text only weights
+@pytest.mark.parametrize("include", [None, ["0.*q_proj", "in_proj_z"]], ids=["all", "some"])
+@pytest.mark.parametrize("name", ["lara_mini", "sarvam_moe", "hrm_text"])
+@torch.no_grad()
+def test_layers_that_transformers_merges_in_the_files(name, include, tmp_path, capsys):
+    prune_(family_model(name)).save_pretrained(tmp_path / "dense")
+    dense = sparsify_(load(tmp_path / "dense"), include=include)
+    logits = dense(TOKENS).logits
+    dense.save_pretrained(tmp_path / "packed")
+    load(tmp_path / "packed").save_pretrained(tmp_path / "again")
+    for folder in ("packed", "again"):
+        packed = load(tmp_path / folder)
+        assert packed_layers(packed).keys() == packed_layers(dense).keys()
+        assert torch.equal(packed(TOKENS).logits, logits)
+    command = [str(tmp_path / "dense"), "--output_dir"]
+    assert pack([*command, str(tmp_path / "command")]) == 0
+    assert re.search(r"note: [128] N:M tensors stay dense, the first is model\S+: transf", capsys.readouterr().out)
+    with pytest.raises(ValueError, match="the files store its weight joined with others or split, which only"):
+        pack([*command, str(tmp_path / "none"), "--include", *(include or ["."])])
+    unsparsify_(dense).save_pretrained(tmp_path / "unpacked")
+    assert_same_files(tmp_path / "unpacked", tmp_path / "dense")
+
+
 def test_unpacked_it_saves_the_dense_checkpoint(folders, tmp_path):
     loaded = load(folders[1])
+    loaded.save_pretrained(tmp_path / "packed")  # replaces the dtype of the config by its name
     for unpacked in (unsparsify_(load(folders[1])), loaded.dequantize() or loaded):
         unpacked.save_pretrained(tmp_path / "dense")
         assert_same_files(tmp_path / "dense", folders[0])

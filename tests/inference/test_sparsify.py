@@ -131,6 +131,9 @@ def quantised_model():
         (pruned_linear, {}, "from_linear"),
         (pruned_model, {"backend": "fastest"}, "'fastest'"),
         (pruned_model, {"exclude": ["("]}, "not a regular expression"),
+        (pruned_model, {"include": "mlp"}, "include='mlp': must be a list of regular expressions"),
+        (pruned_model, {"exclude": "mlp"}, "exclude='mlp': must be a list"),
+        (pruned_model, {"bits": 8.0}, "bits=8.0: packed weights have 16, 8 or 4 bits"),
         (lambda: prune_(unfold_linears_(tiny_model("gpt2"))), {}, "are in Conv1D modules"),
     ],
 )
