@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 from proxsparse._start import quit_at_once
 from proxsparse.runtime import progress
@@ -70,13 +71,28 @@ def run_command(main: Callable[[], int | None]) -> int:
             return BROKEN_PIPE
         if debug:
             raise
-        # Every process refuses the same input: the first one of a machine (torchrun) says why.
-        if not isinstance(error, InputError) or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
+        text = f"error: {with_notes(describe_error(error), error)}"
+        if is_first_process(text):
+            print(text, file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | OSError) or full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
         sys.unraisablehook = hook
+
+
+def is_first_process(text: str) -> bool:
+    """Whether no other process of torchrun has called this with the text; True also where that is unknown."""
+    start = os.environ
+    if start.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there is no store that outlives the processes
+        return True
+    from torch.distributed import TCPStore
+
+    try:
+        address = start["MASTER_ADDR"], int(start["MASTER_PORT"])
+        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=10))
+        return store.add(f"{start.get('TORCHELASTIC_RESTART_COUNT')} {text}", 1) == 1
+    except (LookupError, ValueError, RuntimeError):  # of torch: no connection
+        return True
 
 
 def _show_warning(message, *_where, **_more) -> None:

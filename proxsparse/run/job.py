@@ -9,7 +9,6 @@ from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
 from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
-from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
 from proxsparse.io.mask_files import recorded_masks
 from proxsparse.methods import get_method
@@ -44,11 +43,7 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     if args.output.plan:
         print(memory.page(args))
         return 0
-    name = distributed.local_device(args.hardware.device)
-    try:
-        device = choose_device(name)
-    except InputError as error:  # each process has its own device, so each says what is wrong with it
-        raise OSError(str(error)) from error
+    device = choose_device(distributed.local_device(args.hardware.device))
     distributed.init_process_group(device)
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
