@@ -132,8 +132,8 @@ def describe_error(error: Exception) -> str:
     """The error in one line, with a remedy."""
     text = " ".join(str(error).split())
     if reason := full_disk(error):
-        where = f" while writing {error.filename}" if getattr(error, "filename", None) else ""
-        return f"{reason}{where}; free some space or choose another --output_dir"
+        file = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of a copy, the second one
+        return f"{reason}{f' while writing {file}' if file else ''}; free some space or write to another disk"
     if is_lost_process(error):
         return "another process of this run has ended"
     if isinstance(error, ValueError | OSError):
