@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
 from proxsparse.data.calibration import arrays_of
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, require_path
 from proxsparse.evaluation.perplexity import perplexity as measure
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints, digest_of
 from proxsparse.methods import get_method
@@ -107,6 +107,7 @@ def prune_(
             data of another form, no layer to prune, weights that are NaN.
     """
     with front_door(model):
+        require_path("checkpoints", "" if checkpoints is None else checkpoints)
         chosen, allocated = get_method(method), get_allocation(allocation)
         known = chosen.options | allocated.options
         what = f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
@@ -183,6 +184,7 @@ def finetune_(
             option is unknown or out of range.
     """
     with front_door(model):
+        require_path("checkpoints", "" if checkpoints is None else checkpoints)
         known = vars(FinetuneOptions())
         if teacher is None:
             options = {"distill": 0.0} | options
@@ -203,11 +205,9 @@ def finetune_(
         if values["distill"]:
             if teacher is None:
                 raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")
-            if not isinstance(teacher, nn.Module):
-                raise InputError(f"teacher={teacher!r}: not a model; give the dense model, loaded as `model` is")
+            check_language_model(teacher, "teacher")
             if {*map(id, model.parameters())} & {*map(id, teacher.parameters())}:
                 raise InputError("teacher: shares weights with the model, which change; load the dense model again")
-            check_language_model(teacher, "teacher")
             refuse_other_vocabulary(model, teacher, "teacher")
         given |= {"window": data_args.window, "batch_size": values["per_device_train_batch_size"], "seed": seed}
         batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)

@@ -54,6 +54,13 @@ def saves(masks, pattern=None, file="none"):
     return lambda m, t: proxsparse.save_masks(file, masks, pattern)
 
 
+def learns(model):
+    return lambda m, t: proxsparse.ProxOptimizer(torch.optim.SGD(m.parameters()), reg_lambda=0.1, model=model)
+
+
+HALF = (torch.arange(8) % 4 < 2)[None]
+
+
 @torch.inference_mode()
 def in_inference_mode(model, tokenizer):
     proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer)
@@ -100,7 +107,28 @@ REFUSALS = {
     ),
     "long text": (prunes("wanda", "word " * 99), "a text, not the name of a source; give a list of texts"),
     "none": (prunes("wanda", [None]), "data: an item of type NoneType"),
-    "name of a teacher": (tunes(lambda m: "gpt2"), "teacher='gpt2': not a model; give the dense model"),
+    "name of a teacher": (tunes(lambda m: "gpt2"), "teacher: str is not a causal language model of transformers"),
+    "teacher without words": (tunes(lambda m: torch.nn.Linear(4, 4)), "teacher: Linear is not a causal language model"),
+    "name of a model to mask": (
+        lambda m, t: proxsparse.apply_masks_("gpt2", {"a": HALF}),
+        "model='gpt2': not a model; load it with AutoModelForCausalLM",
+    ),
+    "name of a model to pack": (lambda m, t: proxsparse.sparsify_("gpt2"), "model='gpt2': not a model"),
+    "name of a model to train": (learns("gpt2"), "model: str is not a language model of transformers"),
+    "other model to train": (learns(torch.nn.Linear(4, 4)), "model: Linear is not a language model of transformers"),
+    "file as masks": (
+        lambda m, t: proxsparse.apply_masks_(m, "m.safetensors"),
+        "masks='m.safetensors': not a dict, layer name -> mask; give the masks of prune_ or load_masks",
+    ),
+    "list as masks": (saves([TOKENS[0]]), "]: not a dict, layer name -> mask"),
+    "masks before the file": (
+        lambda m, t: proxsparse.save_masks({"a": HALF}, "m.safetensors"),
+        "path={'a': tensor",
+    ),
+    "no file of masks": (lambda m, t: proxsparse.load_masks(None), "path=None: not a path; give a str or a pathlib"),
+    "device as masks": (lambda m, t: proxsparse.load_masks("/dev/null"), "mask file '/dev/null': no such file"),
+    "checkpoints": (prunes("wanda", TEXTS, checkpoints=5), "checkpoints=5: not a path"),
+    "checkpoints of a training": (tunes(checkpoints=5), "checkpoints=5: not a path"),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
         "masks: layer model.layers.0.mlp.up_proj has torch.uint8 [2, 2]; give torch.bool [",
@@ -111,7 +139,7 @@ REFUSALS = {
     ),
     "arrays as masks": (saves({"a": torch.ones(4, 4).numpy()}, "2:4"), "masks: layer a has ndarray; give torch.bool ["),
     "masks to a directory": (
-        saves({"a": (torch.arange(8) % 4 < 2)[None]}, file="."),
+        saves({"a": HALF}, file="."),
         ".: a directory; give the name of a file in it",
     ),
     "inference mode": (in_inference_mode, "model: cannot be changed in torch.inference_mode(); load it, and call"),

@@ -13,6 +13,7 @@ from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
 from proxsparse.inference.packable import names_of_modules, packable_layers
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
+from proxsparse.models.checks import require_module
 from proxsparse.models.layers import quant_method
 from proxsparse.models.matching import Match, model_names
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
@@ -53,6 +54,7 @@ def sparsify_(
             weight has no code, see `quantize_nm`; the bits are unknown. The message names the layer.
     """
     check_bits(bits)
+    require_module(model)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
     chosen = packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude, bits)

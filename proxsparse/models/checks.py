@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,6 +103,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def require_module(model: object) -> None:
+    """Raises InputError unless the argument `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model={reprlib.repr(model)}: not a model; load it with AutoModelForCausalLM")
 
 
 def refuse_not_finite(model: nn.Module) -> None:

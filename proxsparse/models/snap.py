@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.io.mask_files import check_mask
+from proxsparse.io.mask_files import check_masks
+from proxsparse.models.checks import require_module
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.sharding import local
 
@@ -28,13 +29,12 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         InputError: no mask, one that is not bool, or a layer that the model does not have in this shape; no weight is
             then changed.
     """
-    if not masks:
-        raise InputError("there are no masks; give those of a run")
+    require_module(model)
+    check_masks(masks)
     modules = dict(model.named_modules())
     if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
         modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
-        check_mask(name, mask)
         layer, shape = modules.get(name), f"shape {list(mask.shape)}"
         has = f"shape {list(layer.weight.shape)}" if isinstance(layer, nn.Linear) else "no such linear layer"
         if has != shape:
