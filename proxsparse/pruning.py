@@ -45,6 +45,8 @@ from proxsparse.training.options import FinetuneOptions, check_fields
 # values of the type of each argument
 TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42, "max_windows": -1}
 TYPICAL |= {"include": [], "exclude": [], "save_steps": 1}
+# What these functions have instead of a flag with another name
+IN_PYTHON = {"--precision fp32": "model.float()", "--output_dir": "checkpoints"}
 
 
 def prune_(
@@ -357,7 +359,7 @@ def check_types(options: dict, known: dict) -> None:
 def front_door(model: nn.Module) -> Iterator[None]:
     """The context of a call. It shows progress if somebody watches, and restores torch's random number generators.
 
-    An InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ...".
+    An InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ...", and see `IN_PYTHON`.
     """
     interactive = sys.stderr.isatty() or "ipykernel" in sys.modules  # a terminal or a notebook
     weights = model.parameters() if isinstance(model, nn.Module) else ()
@@ -365,4 +367,7 @@ def front_door(model: nn.Module) -> Iterator[None]:
         with shown(interactive), torch.random.fork_rng({weight.device.index for weight in weights if weight.is_cuda}):
             yield
     except InputError as error:
-        raise InputError(re.sub(r"--(?:eval_)?(\w+)", r"\1", str(error))) from error.__cause__
+        text = str(error)
+        for flag, argument in IN_PYTHON.items():
+            text = text.replace(flag, argument)
+        raise InputError(re.sub(r"--(?:eval_)?(\w+)", r"\1", text)) from error.__cause__

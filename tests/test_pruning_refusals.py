@@ -10,6 +10,7 @@ from tiny_models import FEW, TEXTS, TOKENS, byte_tokenizer, tiny_model
 import proxsparse
 from proxsparse.errors import InputError
 from proxsparse.models.snap import copy_weights
+from proxsparse.pruning import front_door
 
 
 def enlarged(tokenizer):
@@ -207,3 +208,17 @@ def test_a_process_group_is_refused(monkeypatch):
     monkeypatch.setattr("proxsparse.pruning.world_size", lambda: 2)
     with pytest.raises(InputError, match="runs in one process, not in a process group of 2"):
         proxsparse.prune_(tiny_model("llama"), "magnitude")
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments"),
+    [
+        ("--seq_len 1: lower --eval_seq_len", "seq_len 1: lower seq_len"),
+        ("use --precision fp32", "use model.float()"),
+        ("the disk of --output_dir 'a'", "the disk of checkpoints 'a'"),
+    ],
+)
+def test_errors_name_arguments_that_exist(flags, arguments):
+    with pytest.raises(InputError) as raised, front_door(tiny_model("llama")):
+        raise InputError(flags)
+    assert str(raised.value) == arguments

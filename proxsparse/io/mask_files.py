@@ -55,7 +55,8 @@ def save_masks(
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
     Raises:
-        InputError: there is no mask, or one is not a bool matrix, or does not keep exactly n of every m weights; there is no such directory.
+        InputError: there is no mask, or one is not a bool matrix or does not keep exactly n of every m weights; there
+            is no such directory.
     """
     from safetensors.torch import save_file
 
