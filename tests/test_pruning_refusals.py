@@ -187,7 +187,7 @@ REFUSALS = {
     "no masks": (saves({}), "masks={}: no layer"),
     "masks": (
         saves({"a": torch.ones(1, 4, dtype=torch.bool)}),
-        "masks: the pattern of layer a is not given, nor clear from its zeros; give pattern=",
+        "masks: layer a does not keep n:m in all blocks, for any n:m; leave it out",
     ),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from proxsparse.errors import InputError, require_path
 from proxsparse.io.atomic import atomic_write
 from proxsparse.io.output_folder import MASKS
-from proxsparse.patterns import MIXED, NMPattern, PatternLike, block_counts, clear_pattern, pattern_name
+from proxsparse.patterns import MIXED, NMPattern, PatternLike, pattern_name, pattern_of_mask
 
 MASK_FORMAT = "proxsparse-masks-1"
 BASE = ("base_model", "base_revision", "base_weights_sha256")  # what a file says of its base model
@@ -51,7 +51,7 @@ def save_masks(
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
-        pattern: one for all layers, or layer name -> pattern; None: found from the zeros of each mask.
+        pattern: one for all layers, or layer name -> pattern; without: the smallest that each mask keeps exactly.
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
     Raises:
@@ -68,11 +68,10 @@ def save_masks(
         raise InputError(f"{path}: a directory; give the name of a file in it")
     given, patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern), {}
     for name, mask in masks.items():
-        found = clear_pattern(block_counts(mask), mask.shape[-1]) if pattern is None else given.get(name)
+        found = pattern_of_mask(mask) if given.get(name) is None else NMPattern.parse(given[name])
         if found is None:
-            unknown = f"the pattern of layer {name} is not given, nor clear from its zeros"
-            raise InputError(f"masks: {unknown}; give pattern=")
-        if not (found := NMPattern.parse(found)).is_mask(mask):
+            raise InputError(f"masks: layer {name} does not keep n:m in all blocks, for any n:m; leave it out")
+        if not found.is_mask(mask):
             raise InputError(f"masks: layer {name} does not keep {found} in all blocks; give its pattern")
         patterns[name] = str(found)
     metadata = {
