@@ -78,8 +78,23 @@ REFUSALS = {
     "no input_ids": (prunes("wanda", [{"ids": 1}], tokenizer=False), "a dict with ids, without input_ids"),
     "floats": (prunes("wanda", [torch.rand(3)], tokenizer=False), "input_ids are torch.float32 [3]"),
     "mask": (
-        prunes("wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3)}], tokenizer=False),
+        prunes("wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3).int()}], tokenizer=False),
         "attention_mask is [1, 3], input_ids are [1, 32]",
+    ),
+    **{
+        f"floats as {name}": (
+            prunes("wanda", [{"input_ids": TOKENS[0], name: torch.full((32,), value)}], tokenizer=False),
+            f"data: {name} are torch.{kind} [32]; they must be integers",
+        )
+        for name, value, kind in (
+            ("attention_mask", -1e9, "float32"),
+            ("labels", 0.5, "float32"),
+            ("labels", True, "bool"),
+        )
+    },
+    "positions": (
+        prunes("wanda", [{"input_ids": TOKENS[0], "position_ids": TOKENS[0]}], tokenizer=False),
+        "data: a dict with position_ids, which would be ignored",
     ),
     "one token": (prunes("proxsparse", [torch.tensor([5])]), "data: no sample has a token to predict"),
     "long tokens": (

@@ -147,8 +147,13 @@ def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # KeyError: it is None
         kind = type(item).__name__
         raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
-    if (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool)) or ids.ndim not in (1, 2):  # [] is float
-        raise InputError(f"data: input_ids are {ids.dtype} {list(ids.shape)}; they must be integers, [T] or [B, T]")
+    if fields.get("position_ids") is not None:
+        raise InputError("data: a dict with position_ids, which would be ignored; leave them out, or split the samples")
+    for name, tensor in found.items():
+        whole = torch.can_cast(tensor.dtype, torch.int64) and (tensor.dtype != torch.bool or name == "attention_mask")
+        if (ids.numel() and not whole) or tensor.ndim not in (1, 2):  # [] is float
+            what = f"{tensor.dtype} {list(tensor.shape)}"
+            raise InputError(f"data: {name} are {what}; they must be integers, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     for name, tensor in batch.items():
