@@ -6,6 +6,7 @@ import pytest
 import torch
 from pruned import prune_ as prune_by_magnitude
 from tiny_models import FEW, TEXTS, TOKENS, byte_tokenizer, tiny_model
+from torch.utils.data import DataLoader
 
 import proxsparse
 from proxsparse.errors import InputError
@@ -62,6 +63,11 @@ def learns(model):
 HALF = (torch.arange(8) % 4 < 2)[None]
 
 
+def splits():
+    datasets = pytest.importorskip("datasets")
+    return datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["b"]})})
+
+
 @torch.inference_mode()
 def in_inference_mode(model, tokenizer):
     proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer)
@@ -92,6 +98,14 @@ REFUSALS = {
             ("labels", True, "bool"),
         )
     },
+    "splits": (
+        lambda m, t: prunes("wanda", splits())(m, t),
+        "data: a DatasetDict; give one of its splits, such as data['a']",
+    ),
+    "texts in a loader": (
+        prunes("wanda", DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)),
+        "data: a dict with text, without input_ids",
+    ),
     "positions": (
         prunes("wanda", [{"input_ids": TOKENS[0], "position_ids": TOKENS[0]}], tokenizer=False),
         "data: a dict with position_ids, which would be ignored",

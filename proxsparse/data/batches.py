@@ -17,7 +17,7 @@ from proxsparse.runtime.distributed import on_rank_zero
 
 FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
-    "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two"
+    "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two, not of texts"
 )
 
 
@@ -111,21 +111,23 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
 
     Raises InputError for data that has no items.
     """
-    data = [data] if isinstance(data, Mapping) else data  # one batch, such as the output of a tokenizer
     if isinstance(tokenizer, str):
         raise InputError(f"tokenizer={tokenizer!r}: a name; give AutoTokenizer.from_pretrained({tokenizer!r})")
     if hasattr(data, "columns"):
         text = f"data[{text_field!r}]"
         raise InputError(f"data: a {type(data).__name__} of columns; give that of the text, such as {text}")
+    if isinstance(data, Mapping) and hasattr(data, "column_names"):
+        raise InputError(f"data: a {type(data).__name__}; give one of its splits, such as data[{next(iter(data))!r}]")
     if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
         raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
-    items = iter(data)
+    items = iter([data] if isinstance(data, Mapping) else data)  # one batch, such as the output of a tokenizer
     try:
         first = next(items)
     except StopIteration:
         raise InputError(f"data: it is empty; {FORMS}") from None
     items = chain([first], items)
-    has_text = isinstance(first, Mapping) and text_field in first and "input_ids" not in first
+    has_text = isinstance(first, Mapping) and "input_ids" not in first and text_field in first
+    has_text = has_text and not isinstance(first[text_field], list)  # as of a DataLoader of texts
     if not (isinstance(first, str) or has_text):
         return items, False
     if tokenizer is None:
