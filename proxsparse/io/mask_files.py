@@ -61,11 +61,11 @@ def save_masks(
     from safetensors.torch import save_file
 
     require_path("path", path)
-    check_masks(masks)
     if not Path(path).parent.is_dir():
         raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
     if Path(path).is_dir():
         raise InputError(f"{path}: a directory; give the name of a file in it")
+    check_masks(masks)
     given, patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern), {}
     for name, mask in masks.items():
         found = pattern_of_mask(mask) if given.get(name) is None else NMPattern.parse(given[name])
