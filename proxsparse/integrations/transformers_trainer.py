@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from proxsparse.io.mask_files import is_mask_file, save_masks
 from proxsparse.optim import ProxOptimizer, hold_masks_
@@ -52,6 +52,14 @@ class ProxTrainerMixin:
         ValueError: FSDP1 or DeepSpeed, which split blocks; there is nothing to prune; masks.safetensors in the output
             directory is another file; a learned weight is not finite.
     """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if Trainer in cls.__mro__ and cls.__mro__.index(Trainer) < cls.__mro__.index(ProxTrainerMixin):
+            bases = ", ".join(
+                base.__name__ for base in sorted(cls.__bases__, key=lambda base: issubclass(base, Trainer))
+            )
+            raise TypeError(f"class {cls.__name__}: Trainer comes before the mixin; write {cls.__name__}({bases})")
 
     def __init__(self, *args, reg_lambda: float, pattern: PatternLike = "2:4", **kwargs):
         self.reg_lambda, self.pattern = reg_lambda, NMPattern.parse(pattern)
