@@ -55,11 +55,10 @@ class ProxTrainerMixin:
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if Trainer in cls.__mro__ and cls.__mro__.index(Trainer) < cls.__mro__.index(ProxTrainerMixin):
-            bases = ", ".join(
-                base.__name__ for base in sorted(cls.__bases__, key=lambda base: issubclass(base, Trainer))
-            )
-            raise TypeError(f"class {cls.__name__}: Trainer comes before the mixin; write {cls.__name__}({bases})")
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(ProxTrainerMixin):
+            remedy = f"write class {cls.__name__}(ProxTrainerMixin, ...)"
+            raise TypeError(f"class {cls.__name__}: Trainer comes before the mixin, which has no effect then; {remedy}")
 
     def __init__(self, *args, reg_lambda: float, pattern: PatternLike = "2:4", **kwargs):
         self.reg_lambda, self.pattern = reg_lambda, NMPattern.parse(pattern)

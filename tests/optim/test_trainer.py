@@ -48,7 +48,7 @@ def make(folder, model=None, kind=MaskTrainer, ours=None, **settings):
 
 @pytest.mark.parametrize("kind", [transformers.Trainer, transformers.Seq2SeqTrainer])
 def test_a_mixin_after_the_trainer_is_refused(kind):
-    with pytest.raises(TypeError, match=rf"class T: .* write T\(ProxTrainerMixin, {kind.__name__}\)"):
+    with pytest.raises(TypeError, match=r"the mixin, which has no effect then; write class T\(ProxTrainerMixin,"):
         type("T", (kind, trainer_module.ProxTrainerMixin), {})
 
 
