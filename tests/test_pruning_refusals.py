@@ -158,7 +158,10 @@ REFUSALS = {
     "no file of masks": (lambda m, t: proxsparse.load_masks(None), "path=None: not a path; give a str or a pathlib"),
     "device as masks": (lambda m, t: proxsparse.load_masks("/dev/null"), "mask file '/dev/null': no such file"),
     "checkpoints": (prunes("wanda", TEXTS, checkpoints=5), "checkpoints=5: not a path"),
-    "checkpoints of a training": (tunes(checkpoints=5), "checkpoints=5: not a path"),
+    "checkpoints of a training": (
+        lambda m, t: proxsparse.finetune_(m, None, TEXTS, t, checkpoints=5),
+        "checkpoints=5: not a path",
+    ),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
         "masks: layer model.layers.0.mlp.up_proj has torch.uint8 [2, 2]; give torch.bool [",
