@@ -73,6 +73,7 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     With 16 bits the weights are bit-identical, except that a -0.0 in a pruned place may become +0.0 (proxsparse writes
     +0.0 only).
     """
+    require_module(model)
     for names in names_of_modules(model, SparseLinear):
         packed = model.get_submodule(names[0])
         linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
