@@ -3,11 +3,13 @@
 import errno
 import os
 import re
+import reprlib
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 from proxsparse._start import quit_at_once
 from proxsparse.runtime import progress
@@ -28,6 +30,12 @@ def require(name: str, value: float, holds: bool, words: str) -> None:
     """Raises InputError "--name value: must be `words`" unless the value is finite and `holds`."""
     if not (holds and abs(value) <= sys.float_info.max):
         raise InputError(f"--{name} {value}: must be {words}")
+
+
+def require_path(name: str, value: object) -> None:
+    """Raises InputError unless the value of the argument is a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise InputError(f"{name}={reprlib.repr(value)}: not a path; give a str or a pathlib.Path")
 
 
 def different_flags(before: dict, now: dict, free: Iterable[str] = ()) -> str:
@@ -70,13 +78,28 @@ def run_command(main: Callable[[], int | None]) -> int:
             return BROKEN_PIPE
         if debug:
             raise
-        # Every process refuses the same input: the first one of a machine (torchrun) says why.
-        if not isinstance(error, InputError) or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
+        text = f"error: {with_notes(describe_error(error), error)}"
+        if is_first_process(text):
+            print(text, file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | OSError) or full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
         sys.unraisablehook = hook
+
+
+def is_first_process(text: str) -> bool:
+    """Whether no other process of torchrun has called this with the text; True also where that is unknown."""
+    start = os.environ
+    if start.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there is no store that outlives the processes
+        return True
+    from torch.distributed import TCPStore
+
+    try:
+        address = start["MASTER_ADDR"], int(start["MASTER_PORT"])
+        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=10))
+        return store.add(f"{start.get('TORCHELASTIC_RESTART_COUNT')} {text}", 1) == 1
+    except (LookupError, ValueError, RuntimeError):  # of torch: no connection
+        return True
 
 
 def _show_warning(message, *_where, **_more) -> None:
@@ -116,8 +139,8 @@ def describe_error(error: Exception) -> str:
     """The error in one line, with a remedy."""
     text = " ".join(str(error).split())
     if reason := full_disk(error):
-        where = f" while writing {error.filename}" if getattr(error, "filename", None) else ""
-        return f"{reason}{where}; free some space or choose another --output_dir"
+        file = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of a copy, the second one
+        return f"{reason}{f' while writing {file}' if file else ''}; free some space or write to another disk"
     if is_lost_process(error):
         return "another process of this run has ended"
     if isinstance(error, ValueError | OSError):

@@ -115,7 +115,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     windows = options.max_windows
     require("max_windows", windows, windows >= 1 or windows == -1, "at least 1, or -1 for all")
     if options.json not in (None, "-"):
-        if os.path.lexists(options.json):
+        empty = os.path.isfile(options.json) and not os.path.getsize(options.json)  # left by a full disk
+        if os.path.lexists(options.json) and not empty:
             raise InputError(f"--json {options.json}: exists; name a new file, or delete this one")
         if not os.access(Path(options.json).absolute().parent, os.W_OK):
             raise InputError(f"--json {options.json}: no such folder, or it is read-only; name a file in another one")

@@ -177,6 +177,15 @@ def pattern_of_counts(what: str, counts: dict[NMPattern, list[int]], in_features
     return None
 
 
+def pattern_of_mask(mask: torch.Tensor) -> NMPattern | None:
+    """The pattern with the smallest blocks that a mask [out_features, in_features] keeps exactly; None: none."""
+    for m in range(2, MAX_M + 1):
+        n = int(mask[:1, :m].sum())
+        if 0 < n < m and NMPattern(n, m).is_mask(mask):
+            return NMPattern(n, m)
+    return None
+
+
 def clear_pattern(counts: dict[NMPattern, list[int]], in_features: int) -> NMPattern | None:
     """The sparsest n:m such that no block has more than n nonzeros, most have some, and most of these have n.
 

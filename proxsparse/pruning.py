@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
 from proxsparse.data.calibration import arrays_of
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, require_path
 from proxsparse.evaluation.perplexity import perplexity as measure
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints, digest_of
 from proxsparse.methods import get_method
@@ -46,6 +46,8 @@ from proxsparse.training.options import FinetuneOptions, check_fields
 # values of the type of each argument
 TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42, "max_windows": -1}
 TYPICAL |= {"save_steps": 1}
+# What these functions have instead of a flag with another name
+IN_PYTHON = {"--precision fp32": "model.float()", "--output_dir": "checkpoints"}
 
 
 def prune_(
@@ -108,6 +110,7 @@ def prune_(
             data of another form, no layer to prune, weights that are NaN.
     """
     with front_door(model) as model:
+        require_path("checkpoints", "" if checkpoints is None else checkpoints)
         chosen, allocated = get_method(method), get_allocation(allocation)
         known = chosen.options | allocated.options
         what = f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
@@ -184,6 +187,7 @@ def finetune_(
             option is unknown or out of range.
     """
     with front_door(model) as model, uncompiled(teacher) as teacher:
+        require_path("checkpoints", "" if checkpoints is None else checkpoints)
         known = vars(FinetuneOptions())
         if teacher is None:
             options = {"distill": 0.0} | options
@@ -204,11 +208,9 @@ def finetune_(
         if values["distill"]:
             if teacher is None:
                 raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")
-            if not isinstance(teacher, nn.Module):
-                raise InputError(f"teacher={teacher!r}: not a model; give the dense model, loaded as `model` is")
+            check_language_model(teacher, "teacher")
             if {*map(id, model.parameters())} & {*map(id, teacher.parameters())}:
                 raise InputError("teacher: shares weights with the model, which change; load the dense model again")
-            check_language_model(teacher, "teacher")
             refuse_other_vocabulary(model, teacher, "teacher")
         given |= {"window": data_args.window, "batch_size": values["per_device_train_batch_size"], "seed": seed}
         batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
@@ -359,7 +361,7 @@ def front_door(model: nn.Module) -> Iterator[nn.Module]:
     """The context of a call, with the `uncompiled` model. It shows progress if somebody watches, and restores torch's
     random number generators.
 
-    An InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ...".
+    An InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ...", and see `IN_PYTHON`.
     """
     interactive = sys.stderr.isatty() or "ipykernel" in sys.modules  # a terminal or a notebook
     weights = model.parameters() if isinstance(model, nn.Module) else ()
@@ -368,4 +370,7 @@ def front_door(model: nn.Module) -> Iterator[nn.Module]:
         with shown(interactive), torch.random.fork_rng(devices), uncompiled(model) as plain:
             yield plain
     except InputError as error:
-        raise InputError(re.sub(r"--(?:eval_)?(\w+)", r"\1", str(error))) from error.__cause__
+        text = str(error)
+        for flag, argument in IN_PYTHON.items():
+            text = text.replace(flag, argument)
+        raise InputError(re.sub(r"--(?:eval_)?(\w+)", r"\1", text)) from error.__cause__

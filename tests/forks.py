@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -61,16 +60,16 @@ def serve() -> None:
 
 
 def run_job(processes: int, nodes: int, **job) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the one of torchrun
     importlib.import_module(job["main"].rpartition(".")[0])  # here, where the next job finds it too
     pids = []
     for rank in range(processes):
         pids.append(os.fork())
         if pids[-1] == 0:
             start = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // nodes}
-            start |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            start |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
             os.environ |= {name: str(value) for name, value in start.items()} if processes > 1 else {}
             child(**job)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

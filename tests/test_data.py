@@ -66,6 +66,7 @@ def test_a_folder_is_read_in_sorted_order(tmp_path):
     write(tmp_path / "c.bin", b"\xff")
     with pytest.raises(InputError, match="no text file in this folder"):
         load_texts(str(tmp_path), "train")
+    write(tmp_path / "._a.txt", "hidden")  # of macOS
     for name in "dbfaec":
         write(tmp_path / f"{name}.txt", name)
     write(tmp_path / "b.jsonl", '{"text": "b, JSON"}')
@@ -146,13 +147,21 @@ def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
         ("a.txt.gz", gzip.compress(b"x\n" * 9, mtime=0)[:-6], r"a\.txt\.gz, after line \d: cannot be read .*replace"),
         ("a.txt.gz", gzip.compress(b"x", mtime=0)[:10] + b"\xff" * 20, r"a\.txt\.gz, after line 0: cannot be read"),
         ("a.parquet", "not Parquet at all", r"a\.parquet: not a readable Parquet file.*replace"),
-        ("a.csv", "text\nhello\n", r"a\.csv: unknown format '\.csv'; convert it to one of \.jsonl, "),
+        ("a.csv", "text\nhello\n", r"a\.csv: unknown format '\.csv'; decompress it, or convert it to one of \.jsonl, "),
+        ("a.jsonl.zst", "x", r"a\.jsonl\.zst: unknown format '\.zst'; decompress it"),
+        ("a.gz", "x", r"a\.gz: unknown format '\.gz'; decompress it"),
     ],
 )
 def test_bad_files(tmp_path, name, content, message):
     path = write(tmp_path / name, content)
     with pytest.raises(InputError, match=message):
         load_texts(path, "train")
+
+
+@pytest.mark.parametrize("source", ["hf://datasets/someone/set", "https://host/set"])
+def test_urls_are_no_names_of_the_hub(source):
+    with pytest.raises(InputError, match="a URL; give NAME or NAME:CONFIG"):
+        load_texts(source, "train")
 
 
 @pytest.mark.parametrize("source", ["absent.jsonl", "absent.json.gz", "./absent", "/absent/x", "~/absent", ""])

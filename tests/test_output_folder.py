@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, describe_error
 from proxsparse.io.atomic import SCRATCH, atomic_directory, atomic_write, write_file
 from proxsparse.io.output_folder import LOCK, MARKER, RESULT, opened
 
@@ -53,6 +53,21 @@ def test_a_run_that_fails_before_it_saves_anything_leaves_nothing(tmp_path):
             fail(path)
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "pwrite", "replace"])
+def test_a_full_disk_is_named_and_leaves_nothing(call, tmp_path, monkeypatch):
+    def full(*_arguments, **_more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    if call == "pwrite":  # a full disk accepts the next file neither
+        monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        begin(tmp_path / "new" / "run")
+    monkeypatch.undo()
+    assert describe_error(raised.value) == "the disk is full; free some space or write to another disk"
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

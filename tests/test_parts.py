@@ -178,7 +178,7 @@ def test_masks_round_trip_and_are_checked_against_their_own_patterns(tmp_path):
     file, masks = tmp_path / "masks.safetensors", {"a.b": nm_mask(torch.rand(3, 12)), "c": nm_mask(torch.rand(5, 20))}
     masks["d"] = nm_mask(torch.rand(2, 8), NMPattern(1, 4))  # 12 and 20 are not multiples of 8
     patterns = {"a.b": "2:4", "c": "2:4", "d": "1:4"}
-    save_masks(file, masks, patterns, "some/model")
+    save_masks(file, masks, patterns, "some/model", base_revision=None)
     loaded = load_masks(file)
     assert all(torch.equal(loaded[name], mask) for name, mask in masks.items())
     assert masks_sha256(loaded) == masks_sha256(dict(reversed(masks.items())))

@@ -356,6 +356,25 @@ def test_masks_of_several_patterns_to_a_file_and_back(tmp_path):
     assert {name: str(pattern) for name, pattern in found.items()} == patterns
 
 
+@pytest.mark.parametrize(
+    ("pattern", "in_features"),
+    [
+        ("1:2", 30),
+        ("2:4", 30),
+        ("5:7", 896),
+        ("12:14", 896),
+        ("16:32", 896),
+        ("2:30", 30),
+        ("62:64", 896),
+        ("1:64", 64),
+    ],
+)
+def test_the_pattern_of_a_mask_is_found(pattern, in_features, tmp_path):
+    mask = proxsparse.nm_mask(torch.rand(64, in_features), pattern)
+    proxsparse.save_masks(tmp_path / "masks.safetensors", {"a": mask})
+    assert str(recorded_masks(tmp_path)[0]["a"]) == pattern
+
+
 def test_a_class_without_a_file_is_pruned(model):
     """As of a notebook: its code cannot be read, that of its base class can."""
     scope = {"base": type(model), "__name__": "builtins"}

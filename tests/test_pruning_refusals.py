@@ -7,10 +7,12 @@ import torch
 from pruned import prune_ as prune_by_magnitude
 from tiny_models import FEW, TEXTS, TOKENS, byte_tokenizer, tiny_model
 from torch.nn.utils import prune as torch_prune
+from torch.utils.data import DataLoader
 
 import proxsparse
 from proxsparse.errors import InputError
 from proxsparse.models.snap import copy_weights
+from proxsparse.pruning import front_door
 
 
 def enlarged(tokenizer):
@@ -70,6 +72,18 @@ def saves(masks, pattern=None, file="none"):
     return lambda m, t: proxsparse.save_masks(file, masks, pattern)
 
 
+def learns(model):
+    return lambda m, t: proxsparse.ProxOptimizer(torch.optim.SGD(m.parameters()), reg_lambda=0.1, model=model)
+
+
+HALF = (torch.arange(8) % 4 < 2)[None]
+
+
+def splits():
+    datasets = pytest.importorskip("datasets")
+    return datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["b"]})})
+
+
 @torch.inference_mode()
 def in_inference_mode(model, tokenizer):
     proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer)
@@ -86,8 +100,31 @@ REFUSALS = {
     "no input_ids": (prunes("wanda", [{"ids": 1}], tokenizer=False), "a dict with ids, without input_ids"),
     "floats": (prunes("wanda", [torch.rand(3)], tokenizer=False), "input_ids are torch.float32 [3]"),
     "mask": (
-        prunes("wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3)}], tokenizer=False),
+        prunes("wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3).int()}], tokenizer=False),
         "attention_mask is [1, 3], input_ids are [1, 32]",
+    ),
+    **{
+        f"floats as {name}": (
+            prunes("wanda", [{"input_ids": TOKENS[0], name: torch.full((32,), value)}], tokenizer=False),
+            f"data: {name} are torch.{kind} [32]; they must be integers",
+        )
+        for name, value, kind in (
+            ("attention_mask", -1e9, "float32"),
+            ("labels", 0.5, "float32"),
+            ("labels", True, "bool"),
+        )
+    },
+    "splits": (
+        lambda m, t: prunes("wanda", splits())(m, t),
+        "data: a DatasetDict; give one of its splits, such as data['a']",
+    ),
+    "texts in a loader": (
+        prunes("wanda", DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)),
+        "data: a dict with text, without input_ids",
+    ),
+    "positions": (
+        prunes("wanda", [{"input_ids": TOKENS[0], "position_ids": TOKENS[0]}], tokenizer=False),
+        "data: a dict with position_ids, which would be ignored",
     ),
     "one token": (prunes("proxsparse", [torch.tensor([5])]), "data: no sample has a token to predict"),
     "long tokens": (
@@ -116,7 +153,29 @@ REFUSALS = {
     ),
     "long text": (prunes("wanda", "word " * 99), "a text, not the name of a source; give a list of texts"),
     "none": (prunes("wanda", [None]), "data: an item of type NoneType"),
-    "name of a teacher": (tunes(lambda m: "gpt2"), "teacher='gpt2': not a model; give the dense model"),
+    "name of a teacher": (tunes(lambda m: "gpt2"), "teacher: str is not a causal language model of transformers"),
+    "name of a model to mask": (
+        lambda m, t: proxsparse.apply_masks_("gpt2", {"a": HALF}),
+        "model='gpt2': not a model; load it with AutoModelForCausalLM",
+    ),
+    "name of a model to pack": (lambda m, t: proxsparse.sparsify_("gpt2"), "model='gpt2': not a model"),
+    "name of a model to train": (learns("gpt2"), "model: str is not a language model of transformers"),
+    "other model to train": (learns(torch.nn.Linear(4, 4)), "model: Linear is not a language model of transformers"),
+    "file as masks": (
+        lambda m, t: proxsparse.apply_masks_(m, "m.safetensors"),
+        "masks='m.safetensors': not a dict, layer name -> mask; give the masks of prune_ or load_masks",
+    ),
+    "list as masks": (saves([TOKENS[0]]), "]: not a dict, layer name -> mask"),
+    "masks before the file": (
+        lambda m, t: proxsparse.save_masks({"a": HALF}, "m.safetensors"),
+        "path={'a': tensor",
+    ),
+    "no file of masks": (lambda m, t: proxsparse.load_masks(None), "path=None: not a path; give a str or a pathlib"),
+    "checkpoints": (prunes("wanda", TEXTS, checkpoints=5), "checkpoints=5: not a path"),
+    "checkpoints of a training": (
+        lambda m, t: proxsparse.finetune_(m, None, TEXTS, t, checkpoints=5),
+        "checkpoints=5: not a path",
+    ),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
         "masks: layer model.layers.0.mlp.up_proj has torch.uint8 [2, 2]; give torch.bool [",
@@ -127,7 +186,7 @@ REFUSALS = {
     ),
     "arrays as masks": (saves({"a": torch.ones(4, 4).numpy()}, "2:4"), "masks: layer a has ndarray; give torch.bool ["),
     "masks to a directory": (
-        saves({"a": (torch.arange(8) % 4 < 2)[None]}, file="."),
+        saves({"a": HALF}, file="."),
         ".: a directory; give the name of a file in it",
     ),
     "inference mode": (in_inference_mode, "model: cannot be changed in torch.inference_mode(); load it, and call"),
@@ -179,7 +238,7 @@ REFUSALS = {
     "no masks": (saves({}), "masks={}: no layer"),
     "masks": (
         saves({"a": torch.ones(1, 4, dtype=torch.bool)}),
-        "masks: the pattern of layer a is not given, nor clear from its zeros; give pattern=",
+        "masks: layer a does not keep n:m in all blocks, for any n:m; leave it out",
     ),
 }
 
@@ -216,3 +275,17 @@ def test_a_weight_that_every_forward_pass_computes_is_refused_by_name(call, kind
         with pytest.raises(InputError, match=r"^model.layers.1.mlp.up_proj: "):
             proxsparse.prune_(model, "magnitude", exclude=[r"layers\.0"])
         assert len(proxsparse.prune_(model, "magnitude", exclude=["up_proj"])) == 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments"),
+    [
+        ("--seq_len 1: lower --eval_seq_len", "seq_len 1: lower seq_len"),
+        ("use --precision fp32", "use model.float()"),
+        ("the disk of --output_dir 'a'", "the disk of checkpoints 'a'"),
+    ],
+)
+def test_errors_name_arguments_that_exist(flags, arguments):
+    with pytest.raises(InputError) as raised, front_door(tiny_model("llama")):
+        raise InputError(flags)
+    assert str(raised.value) == arguments

@@ -17,7 +17,7 @@ from proxsparse.runtime.distributed import on_rank_zero
 
 FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
-    "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two"
+    "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two, not of texts"
 )
 
 
@@ -111,21 +111,23 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
 
     Raises InputError for data that has no items.
     """
-    data = [data] if isinstance(data, Mapping) else data  # one batch, such as the output of a tokenizer
     if isinstance(tokenizer, str):
         raise InputError(f"tokenizer={tokenizer!r}: a name; give AutoTokenizer.from_pretrained({tokenizer!r})")
     if hasattr(data, "columns"):
         text = f"data[{text_field!r}]"
         raise InputError(f"data: a {type(data).__name__} of columns; give that of the text, such as {text}")
+    if isinstance(data, Mapping) and hasattr(data, "column_names"):
+        raise InputError(f"data: a {type(data).__name__}; give one of its splits, such as data[{next(iter(data))!r}]")
     if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
         raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
-    items = iter(data)
+    items = iter([data] if isinstance(data, Mapping) else data)  # one batch, such as the output of a tokenizer
     try:
         first = next(items)
     except StopIteration:
         raise InputError(f"data: it is empty; {FORMS}") from None
     items = chain([first], items)
-    has_text = isinstance(first, Mapping) and text_field in first and "input_ids" not in first
+    has_text = isinstance(first, Mapping) and "input_ids" not in first and text_field in first
+    has_text = has_text and not isinstance(first[text_field], list)  # as of a DataLoader of texts
     if not (isinstance(first, str) or has_text):
         return items, False
     if tokenizer is None:
@@ -147,8 +149,13 @@ def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # KeyError: it is None
         kind = type(item).__name__
         raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
-    if (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool)) or ids.ndim not in (1, 2):  # [] is float
-        raise InputError(f"data: input_ids are {ids.dtype} {list(ids.shape)}; they must be integers, [T] or [B, T]")
+    if fields.get("position_ids") is not None:
+        raise InputError("data: a dict with position_ids, which would be ignored; leave them out, or split the samples")
+    for name, tensor in found.items():
+        whole = torch.can_cast(tensor.dtype, torch.int64) and (tensor.dtype != torch.bool or name == "attention_mask")
+        if (ids.numel() and not whole) or tensor.ndim not in (1, 2):  # [] is float
+            what = f"{tensor.dtype} {list(tensor.shape)}"
+            raise InputError(f"data: {name} are {what}; they must be integers, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     for name, tensor in batch.items():

@@ -111,6 +111,8 @@ def check_source(source: str) -> None:
         return
     if len(source) > LONGEST_NAME or "\n" in source:
         raise InputError(f"{source[:40]!r}...: a text, not the name of a source; give a list of texts")
+    if "://" in source:
+        raise InputError(f"{source!r}: a URL; give NAME or NAME:CONFIG of a data set on the Hub, or download the file")
     named_like_a_file = suffix_of(Path(source)) in FILE_READERS or source.lower().endswith(FOREIGN_SUFFIXES)
     if not source or source.startswith((".", "/", "~")) or named_like_a_file:
         raise InputError(f"{source!r}: no such file; check the path, or use builtin")
@@ -139,8 +141,8 @@ def suffix_of(path: Path) -> str:
 
 
 def is_text(file: Path) -> bool:
-    """Whether the name is that of a text file, and not of a description of a data set."""
-    return suffix_of(file) in FILE_READERS and file.name.lower() not in DESCRIPTIONS
+    """Whether the name is that of a text file: not hidden, and not of a description of a data set."""
+    return suffix_of(file) in FILE_READERS and file.name.lower() not in DESCRIPTIONS and file.name[0] != "."
 
 
 def text_files(path: Path) -> list[Path]:
@@ -164,7 +166,8 @@ def read_path(path: Path) -> Rows:
     for file in text_files(path):
         if suffix_of(file) not in FILE_READERS:
             known = ", ".join(FILE_READERS)
-            raise InputError(f"{file}: unknown format {suffix_of(file)!r}; convert it to one of {known}")
+            what = f"unknown format {suffix_of(file) or file.suffix!r}"
+            raise InputError(f"{file}: {what}; decompress it, or convert it to one of {known} (.gz may follow)")
         if file.is_file() and file.stat().st_size == 0:
             raise InputError(f"{file}: the file is empty; choose a file with text")
         yield from FILE_READERS[suffix_of(file)](file)

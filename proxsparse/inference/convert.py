@@ -13,6 +13,7 @@ from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
 from proxsparse.inference.packable import names_of_modules, packable_layers, pattern_or_obstacle
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
+from proxsparse.models.checks import require_module
 from proxsparse.models.layers import is_selected, quant_method
 from proxsparse.models.matching import Match, keep_from_merging_, model_names
 from proxsparse.models.uncompiled import uncompiled
@@ -54,6 +55,7 @@ def sparsify_(
             weight has no code, see `quantize_nm`; the bits are unknown. The message names the layer.
     """
     check_bits(bits)
+    require_module(model)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
     with uncompiled(model) as plain:
@@ -73,6 +75,7 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     With 16 bits the weights are bit-identical, except that a -0.0 in a pruned place may become +0.0 (proxsparse writes
     +0.0 only).
     """
+    require_module(model)
     with uncompiled(model) as plain:
         for names in names_of_modules(plain, SparseLinear):
             packed = plain.get_submodule(names[0])

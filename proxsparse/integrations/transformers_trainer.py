@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from proxsparse.io.mask_files import is_mask_file, save_masks
 from proxsparse.optim import ProxOptimizer, hold_masks_
@@ -52,6 +52,13 @@ class ProxTrainerMixin:
         ValueError: FSDP1 or DeepSpeed, which split blocks; there is nothing to prune; masks.safetensors in the output
             directory is another file; a learned weight is not finite.
     """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(ProxTrainerMixin):
+            remedy = f"write class {cls.__name__}(ProxTrainerMixin, ...)"
+            raise TypeError(f"class {cls.__name__}: Trainer comes before the mixin, which has no effect then; {remedy}")
 
     def __init__(self, *args, reg_lambda: float, pattern: PatternLike = "2:4", **kwargs):
         self.reg_lambda, self.pattern = reg_lambda, NMPattern.parse(pattern)

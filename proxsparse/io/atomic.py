@@ -38,7 +38,7 @@ def require_space(path: Path, needed_bytes: int, what: str = "the result needs")
     free = shutil.disk_usage(path).free
     if free < needed_bytes:
         short = f"has {free / 2**20:.0f} MiB free, but {what} about {needed_bytes / 2**20:.0f} MiB"
-        remedy = "free some space or choose another --output_dir"
+        remedy = "free some space or write to another disk"
         raise InputError(f"the disk of --output_dir {str(path)!r} {short}; {remedy}")
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, full_disk
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
         file = acquire(folder / name)
         yield
     except OSError as error:
-        if file is not None:
+        if file is not None or full_disk(error):
             raise
         remedy = "fix the permissions or choose another directory"
         raise InputError(f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); {remedy}") from error
@@ -59,5 +59,6 @@ def acquire(path: Path) -> int:
         os.close(file)
     since = datetime.now(UTC).isoformat(timespec="seconds")
     os.ftruncate(file, 0)
-    os.pwrite(file, f"pid {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
+    with suppress(OSError):  # the first file of the run says that the disk is full
+        os.pwrite(file, f"pid {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
     return file

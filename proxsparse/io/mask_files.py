@@ -2,16 +2,17 @@
 
 import hashlib
 import json
+import reprlib
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, require_path
 from proxsparse.io.atomic import atomic_write
 from proxsparse.io.output_folder import MASKS
-from proxsparse.patterns import MIXED, NMPattern, PatternLike, block_counts, clear_pattern, pattern_name
+from proxsparse.patterns import MIXED, NMPattern, PatternLike, pattern_name, pattern_of_mask
 
 MASK_FORMAT = "proxsparse-masks-1"
 BASE = ("base_model", "base_revision", "base_weights_sha256")  # what a file says of its base model
@@ -50,50 +51,52 @@ def save_masks(
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
-        pattern: one for all layers, or layer name -> pattern; None: found from the zeros of each mask.
+        pattern: one for all layers, or layer name -> pattern; without: the smallest that each mask keeps exactly.
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
     Raises:
-        InputError: there is no mask, or one does not keep exactly n of every m weights; there is no such directory.
+        InputError: there is no mask, or one is not a bool matrix or does not keep exactly n of every m weights; there
+            is no such directory.
     """
     from safetensors.torch import save_file
 
-    if not masks:
-        raise InputError("masks={}: no layer; give the masks of prune_")
+    require_path("path", path)
     if not Path(path).parent.is_dir():
         raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
     if Path(path).is_dir():
         raise InputError(f"{path}: a directory; give the name of a file in it")
+    check_masks(masks)
     given, patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern), {}
     for name, mask in masks.items():
-        check_mask(name, mask)
-        found = clear_pattern(block_counts(mask), mask.shape[-1]) if pattern is None else given.get(name)
+        found = pattern_of_mask(mask) if given.get(name) is None else NMPattern.parse(given[name])
         if found is None:
-            unknown = f"the pattern of layer {name} is not given, nor clear from its zeros"
-            raise InputError(f"masks: {unknown}; give pattern=")
-        if not (found := NMPattern.parse(found)).is_mask(mask):
+            raise InputError(f"masks: layer {name} does not keep n:m in all blocks, for any n:m; leave it out")
+        if not found.is_mask(mask):
             raise InputError(f"masks: layer {name} does not keep {found} in all blocks; give its pattern")
         patterns[name] = str(found)
     metadata = {
         "format": MASK_FORMAT,
         "pattern": pattern_name(patterns),
         "bitorder": "little",
-        "base_model": base_model,
-        "base_revision": base_revision,
-        "base_weights_sha256": base_weights_sha256,
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
+    base = zip(BASE, (base_model, base_revision, base_weights_sha256), strict=True)
+    metadata |= {name: str(value or "") for name, value in base}
     if metadata["pattern"] == MIXED:
         metadata["patterns"] = json.dumps(patterns)
     with atomic_write(Path(path)) as temporary:
         save_file({name: pack_mask(mask) for name, mask in masks.items()}, temporary, metadata)
 
 
-def check_mask(name: str, mask: Tensor) -> None:
-    """Raises InputError unless it is a bool matrix."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
-        kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"masks: layer {name} has {kind}; give torch.bool [out_features, in_features]")
+def check_masks(masks: dict[str, Tensor]) -> None:
+    """Raises InputError unless they are bool matrices, and at least one."""
+    if not isinstance(masks, dict) or not masks:
+        what = "no layer" if masks == {} else "not a dict, layer name -> mask"
+        raise InputError(f"masks={reprlib.repr(masks)}: {what}; give the masks of prune_ or load_masks")
+    for name, mask in masks.items():
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
+            kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise InputError(f"masks: layer {name} has {kind}; give torch.bool [out_features, in_features]")
 
 
 def masks_sha256(masks: dict[str, Tensor]) -> str:
@@ -119,6 +122,7 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
     """
     from safetensors import SafetensorError, safe_open
 
+    require_path("path", path)
     if not Path(path).is_file():
         what = (
             "a directory; give the masks.safetensors in it" if Path(path).is_dir() else "no such file; check the path"

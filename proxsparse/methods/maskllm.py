@@ -129,7 +129,7 @@ def prune_maskllm(
                 where = first_not_finite(model, batch["input_ids"])
                 raise InputError(
                     f"maskllm, step {step + 1} of {steps}: loss {loss.item()}, gradient norm {gradient_norm.item()}"
-                    f"{where}; use bfloat16 or float32 (--precision), or lower learning_rate"
+                    f"{where}; use --precision fp32, or lower learning_rate"
                 )
             rate = final_learning_rate + (learning_rate - final_learning_rate) * (1 + math.cos(math.pi * time)) / 2
             optimizer.param_groups[0]["lr"] = rate

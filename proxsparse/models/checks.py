@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,6 +110,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def require_module(model: object) -> None:
+    """Raises InputError unless the argument `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model={reprlib.repr(model)}: not a model; load it with AutoModelForCausalLM")
+
+
 def refuse_not_finite(model: nn.Module) -> None:
     """Raises InputError, which names the tensor, if a weight is NaN or infinite."""
     with phase("checking the weights", unit="tensor") as current:
@@ -120,7 +127,7 @@ def refuse_not_finite(model: nn.Module) -> None:
 def check_finite(name: str, sums: Tensor) -> None:
     """Raises InputError unless the sums over the calibration inputs of layer `name` are finite."""
     if not sums.isfinite().all():
-        remedy = "use --precision fp32 (or bf16 for a model in float16), or check for damaged weights"
+        remedy = "use --precision fp32, or check for damaged weights"
         raise InputError(f"{name}: its calibration inputs are NaN or overflow; {remedy}")
 
 

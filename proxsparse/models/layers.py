@@ -19,6 +19,9 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     length, the only list, or all lists if their modules are of one class (two stacks that the model repeats). Raises
     InputError if there is no such list, or if the parts of the blocks are in several.
     """
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        remedy = "load it with AutoModelForCausalLM, or leave out model="
+        raise InputError(f"model: {type(model).__name__} is not a language model of transformers; {remedy}")
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     # get_decoder of some classes returns the output layer
@@ -57,8 +60,8 @@ def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
 def body_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of `body_linears` except `routers`. `model` may be in a wrapper, as of DDP."""
     model = getattr(model, "module", model)
-    dense = routers(model)
-    return [stored_weight(name, layer) for name, layer in body_linears(model).items() if name not in dense]
+    linears, dense = body_linears(model), routers(model)
+    return [stored_weight(name, layer) for name, layer in linears.items() if name not in dense]
 
 
 def body_sizes(model: nn.Module) -> dict[int, int]:

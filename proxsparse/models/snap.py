@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.io.mask_files import check_mask
+from proxsparse.io.mask_files import check_masks
+from proxsparse.models.checks import require_module
 from proxsparse.models.layers import stored_weight
 from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import unfold_linears_
@@ -30,14 +31,13 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         InputError: no mask, one that is not bool, or a layer that the model does not have in this shape, or whose
             weight is computed from other parameters; no weight is then changed.
     """
-    if not masks:
-        raise InputError("there are no masks; give those of a run")
+    require_module(model)
+    check_masks(masks)
     with uncompiled(model) as model:
         modules = dict(model.named_modules())
         if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
             modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
-        check_mask(name, mask)
         layer, shape = modules.get(name), f"shape {list(mask.shape)}"
         is_linear = isinstance(layer, nn.Linear)
         has = f"shape {list(stored_weight(name, layer).shape)}" if is_linear else "no such linear layer"

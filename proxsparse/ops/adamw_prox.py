@@ -70,7 +70,8 @@ def check_tensor(tensor: Tensor, what: str, shape: torch.Size, dtypes: tuple[tor
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
             f"{what} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; for a {weight.dtype} weight of shape "
-            f"{list(weight.shape)} it must be {names} {list(shape)} on {weight.device}"
+            f"{list(weight.shape)} it must be {names} {list(shape)} on {weight.device}; convert it, or "
+            "create the optimizer after the model is converted"
         )
 
 

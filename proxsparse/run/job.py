@@ -9,7 +9,6 @@ from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
 from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
-from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
 from proxsparse.io.mask_files import recorded_masks
 from proxsparse.methods import get_method
@@ -44,11 +43,7 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     if args.output.plan:
         print(memory.page(args))
         return 0
-    name = distributed.local_device(args.hardware.device)
-    try:
-        device = choose_device(name)
-    except InputError as error:  # each process has its own device, so each says what is wrong with it
-        raise OSError(str(error)) from error
+    device = choose_device(distributed.local_device(args.hardware.device))
     distributed.init_process_group(device)
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
@@ -85,9 +80,8 @@ def prune_model(run: Run) -> int:
         if updated:
             pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
         if args.finetune:
-            run.scores[method.name] = run.evaluate(run.model, method.name)
             updated_weights, teacher = pruned.trained, args.model.model if args.finetune.distill else None
-            pruned = fine_tuned(run, batches, checkpoints, teacher, {})
+            pruned = fine_tuned(run, method.name, batches, checkpoints, teacher, {})
             pruned.trained |= updated_weights
 
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
@@ -116,10 +110,9 @@ def finetune_model(run: Run) -> int:
     batches, seq_len = calibrate(run, True)
     checkpoints = run.checkpoints(batches)
     run.begin({})
-    run.scores["pruned"] = run.evaluate(run.model, "pruned")
 
     with autocast(run.device, run.compute_dtype):
-        pruned = fine_tuned(run, batches, checkpoints, teacher, teacher_base)
+        pruned = fine_tuned(run, "pruned", batches, checkpoints, teacher, teacher_base)
 
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
     figures |= {"base_model": base["base_model"], "teacher": teacher}
@@ -141,14 +134,20 @@ def load(run: Run, pattern: PatternLike | dict[str, NMPattern], needs_data: bool
     run.layers = prunable_layers(run.model, pattern, args.model.include, args.model.exclude)
 
 
-def fine_tuned(run: Run, batches: TokenBatches, checkpoints: Checkpoints, teacher: str | None, base: dict) -> Pruned:
-    """Trains the kept weights. `teacher`: name of the dense model; None: none. `base`: of it, see `load_teacher`."""
+def fine_tuned(
+    run: Run, name: str, batches: TokenBatches, checkpoints: Checkpoints, teacher: str | None, base: dict
+) -> Pruned:
+    """Trains the kept weights. `name`: of the score before the training. `teacher`: name of the dense model, or None.
+
+    `base`: of the teacher, see `load_teacher`.
+    """
     dense = None
     if teacher:
         dense, identity = load_teacher(teacher, run.model, base, run.args.hardware.shard_within_node)
         checkpoints = replace(checkpoints, identity=checkpoints.identity | identity)
-        if "dense" not in run.scores:  # `prune --finetune` has measured it
-            run.scores["dense"] = run.evaluate(dense, "dense")
+    run.scores[name] = run.evaluate(run.model, name)  # after the teacher has been checked
+    if dense is not None and "dense" not in run.scores:  # `prune --finetune` has measured it
+        run.scores["dense"] = run.evaluate(dense, "dense")
     data = run.model, run.layers, batches, run.patterns, checkpoints
     return train_kept_weights(*data, dense, **vars(run.args.training))
 

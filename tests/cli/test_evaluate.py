@@ -40,6 +40,7 @@ def test_several_texts_as_json_and_as_sentences(tiny_llama, text_file, other_tex
     assert [row["data"] for row in both] == [str(text_file), str(other_text)]
     assert all(row["windows"] * 64 == row["tokens"] and 1 < row["perplexity"] < 1000 for row in both)
     flags = [tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--max_windows", 2]
+    (tmp_path / "scores.jsonl").touch()  # as a full disk leaves it
     call(evaluate.main, *flags, "--json", tmp_path / "scores.jsonl")
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2

@@ -161,6 +161,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [1
     ("error", "text"),
     [
         (OSError(errno.ENOSPC, "", "a"), "the disk is full while writing a; free some space"),
+        (OSError(errno.ENOSPC, "", "source", None, "copy"), "the disk is full while writing copy; free some space"),
         (OSError(errno.EDQUOT, "", "a"), "the disk quota is used up while writing a; free some space"),
         (OSError(errno.EFBIG, "", "a"), "the file would be larger than allowed (ulimit -f) while writing a; free"),
         (RuntimeError(f"I/O error: File too large (os error {errno.EFBIG})"), "the file would be larger than allowed"),

@@ -257,7 +257,7 @@ BEFORE_THE_WORK = [
         "cannot load model 'absent' .. masks.safetensors names this model, to use another one, give",
     ),
     (
-        "finetune base-changed",
+        "finetune base-changed --eval_data text.jsonl --eval_seq_len 16",
         "masks.safetensors names .. dense', whose weights are not those that were pruned .. recorded 000000000000 .. "
         "--teacher",
     ),

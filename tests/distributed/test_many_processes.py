@@ -92,12 +92,21 @@ def test_a_folder_that_not_all_processes_see_is_refused(forks, flags, tmp_path):
     assert words in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("more", [["--data", "nothing.jsonl"], ["--include", "nothing.jsonl"]], ids=" ".join)
+@pytest.mark.parametrize("more", ["--data nothing.jsonl", "--include nothing.jsonl", "--nothing.jsonl"])
 def test_errors_of_all_processes_are_printed_once(more, forks, flags, tmp_path):
-    """Of rank zero alone, and of each process."""
+    """Of rank zero alone, of each process, and of each process before it joins the others."""
     log = tmp_path / "log"
-    assert forks.run([*flags, *more, "--output_dir", tmp_path / "run"], 2, output=log) == [2, 2]
+    assert forks.run([*flags, *more.split(), "--output_dir", tmp_path / "run"], 2, output=log) == [2, 2]
     text = log.read_text()
     assert text.count("error: ") == 1
     assert "nothing.jsonl" in text
     assert "Traceback" not in text
+
+
+def test_the_error_of_another_process_than_the_first_is_printed(forks, flags, few_rows, tmp_path):
+    """Only the first process finds the model."""
+    arguments, log = [*flags, "--model", "./few-rows", "--output_dir", tmp_path / "run"], tmp_path / "log"
+    codes = forks.run(arguments, 2, output=log, folders=[str(few_rows.parent), str(tmp_path)])
+    assert codes[1] == 2
+    text = log.read_text()
+    assert text.count("few-rows': no such file or folder") == text.count("another process of this run has ended") == 1

@@ -230,7 +230,7 @@ REFUSED = [
     (adamw(W, WIDE, W, W), "grad is torch.float64.*must be float32 or bfloat16"),
     (adamw(HALF, W, W, W), "grad is torch.float32.*must be bfloat16"),
     (adamw(W, W, WIDE, WIDE), "exp_avg is torch.float64.*float32 or bfloat16"),
-    (adamw(WIDE, WIDE, HALF, HALF), "exp_avg is torch.bfloat16.*must be float64"),
+    (adamw(WIDE, WIDE, HALF, HALF), "exp_avg is torch.bfloat16.*must be float64.*; convert it, or create the"),
     (adamw(W, W, W, HALF), "exp_avg_sq is torch.bfloat16.*must be float32"),
     (adamw(W, W, W, W, W), "can have a master, not torch.float32"),
     (adamw(HALF, HALF, W, W, WIDE), "master is torch.float64.*must be float32"),
