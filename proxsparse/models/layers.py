@@ -151,6 +151,10 @@ def prunable_layers(
                 layers.pop(name, None)
     refuse_fused_weights(model, include, exclude)
     if not layers:
+        try:
+            NMPattern.parse(pattern)
+        except ValueError as error:
+            raise InputError(f"--pattern: {error}") from error
         found = f"{len(candidates)} nn.Linear layers in the decoder blocks"
         raise InputError(
             f"no layer to prune: {found}, none selected by --include {include} --exclude {exclude}; change them"
