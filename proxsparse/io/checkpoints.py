@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +91,8 @@ class Checkpoints:
             if tensors:
                 tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}  # W^T of Conv1D is not
                 writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
-                with torch.cuda.stream(stream), plain_errors():  # None: no effect
+                # stream(None) would create a CUDA context
+                with torch.cuda.stream(stream) if stream else nullcontext(), plain_errors():
                     dcp.save(tensors, storage_writer=writer, process_group=group)
             on_rank_zero(lambda: finish(scratch, self.folder / name, facts), group)
         except BaseException as error:
