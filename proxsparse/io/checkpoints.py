@@ -124,10 +124,11 @@ class Checkpoints:
             return tensors
         saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         for key, tensor in tensors.items():
-            held = (found := saved.get(key)) and (list(found.size), found.properties.dtype)
-            if held != (needed := (list(tensor.shape), tensor.dtype)):
+            found, needed = saved.get(key), f"{tensor.dtype} {list(tensor.shape)}"
+            held = f"{found.properties.dtype} {list(found.size)}" if found else "missing"
+            if held != needed:
                 remedy = "the checkpoint belongs to another model or version; delete it"
-                raise InputError(f"{path}: {key} is {held or 'missing'}, expected {needed}; {remedy}")
+                raise InputError(f"{path}: {key} is {held}, expected {needed}; {remedy}")
         for key, found in saved.items():
             if key not in tensors and key.startswith(prefixes):
                 tensors[key] = torch.empty(found.size, dtype=found.properties.dtype)
