@@ -142,7 +142,12 @@ def load(run: Run, pattern: PatternLike | dict[str, NMPattern], needs_data: bool
 
 
 def fine_tuned(run: Run, batches: TokenBatches, checkpoints: Checkpoints, teacher: str | None, base: dict) -> Pruned:
-    """Trains the kept weights. `teacher`: name of the dense model; None: none. `base`: of it, see `load_teacher`."""
+    """Trains the kept weights.
+
+    Args:
+        teacher: name of the dense model; None: none.
+        base: what masks.safetensors records of the teacher, see `load_teacher`.
+    """
     dense = None
     if teacher:
         dense, identity = load_teacher(teacher, run.model, base, run.args.hardware.shard_within_node)
