@@ -110,6 +110,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     # methods and allocations
     ("prune --method obs", "--method 'obs' .. choose from .. magnitude .. proxsparse"),
     ("prune --method obs --list_all", "--list_all .. --help"),
+    ("evaluate dense --json c.yaml/scores.jsonl", "c.yaml/scores.jsonl .. no such folder"),
     ("prune --allocation owls", "'owls' .. choose from .. sensitivity, uniform"),
     ("prune --method proxsparse --allocation sensitivity", "one --pattern .. another --method"),
     ("prune --damping 0.1", "unrecognized arguments: --damping 0.1; .. prune --method NAME --help"),
