@@ -205,8 +205,9 @@ def checked(command: str, method: str, allocation: str, values: dict[str, object
     size, passes = options.per_device_train_batch_size, options.gradient_accumulation_steps
     if size * passes > args.data.num_samples:
         raise InputError(
-            f"--per_device_train_batch_size {size} times --gradient_accumulation_steps {passes}: a step needs so many "
-            f"samples, --num_samples is {args.data.num_samples}; lower one of the first two, or raise --num_samples"
+            f"--per_device_train_batch_size {size} times --gradient_accumulation_steps {passes}: a step needs "
+            f"{size * passes} samples, --num_samples is {args.data.num_samples}; lower one of the first two, or raise "
+            "--num_samples"
         )
     if options.master_weights and args.hardware.precision != "bf16":
         raise InputError(f"--master_weights: needs --precision bf16 (now {args.hardware.precision}); leave it out")
