@@ -118,7 +118,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         empty = os.path.isfile(options.json) and not os.path.getsize(options.json)  # left by a full disk
         if os.path.lexists(options.json) and not empty:
             raise InputError(f"--json {options.json}: exists; name a new file, or delete this one")
-        if not os.access(Path(options.json).absolute().parent, os.W_OK):
+        folder = Path(options.json).absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise InputError(f"--json {options.json}: no such folder, or it is read-only; name a file in another one")
     if options.limit is not None and not options.tasks:
         raise InputError(f"--limit {options.limit}: limits the questions of --tasks; give --tasks, or leave it out")

@@ -121,7 +121,8 @@ def prune_(
         check_fields(DataArgs(**given))
         check_fields(HardwareArgs(seed=seed))
         values = known | options | {"seed": seed}
-        of_method, of_allocation = ({name: values[name] for name in row.options} for row in (chosen, allocated))
+        of_method = {name: values[name] for name in chosen.options}
+        of_allocation = {name: values[name] for name in allocated.options}
         chosen.check(**of_method)
         allocated.check(**of_allocation)
         check_model(model)

@@ -140,7 +140,7 @@ def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
         ("a.jsonl", r'"\ud800"', r"a\.jsonl, line 1: contains an unpaired surrogate.*delete"),
         ("a.txt", b"fine\n\xe9t\xe9\n", r"a\.txt, line 2: not UTF-8.*convert"),
         ("a.txt", "text".encode("utf-16"), r"a\.txt, line 1: has NUL"),
-        ("a.txt", "text".encode("utf-16-le"), r"a\.txt, line 1: has NUL characters, as UTF-16 has; convert"),
+        ("a.txt", "text".encode("utf-16-le"), r"a\.txt, line 1: has NUL characters, as UTF-16 has; convert the file"),
         ("a.jsonl", '"text"\n'.encode("utf-16-be"), r"a\.jsonl, line 1: has NUL"),
         ("a.raw.gz", gzip.compress("text".encode("utf-32-le"), mtime=0), r"a\.raw\.gz, line 1: has NUL"),
         ("a.jsonl.gz", b'{"text": "plain"}', r"a\.jsonl\.gz, after line 0: cannot be read \(Not a gzipped.*replace"),

@@ -144,11 +144,15 @@ def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
     assert sum("another run (" in message for message in messages) == 7
 
 
-def test_without_locks_a_warning_is_printed(tmp_path, monkeypatch, capsys):
+def test_without_locks_a_warning_is_printed_but_other_errors_are_raised(tmp_path, monkeypatch, capsys):
     def flock(_file, _how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", flock)
+    error = errno.EIO
+    with pytest.raises(InputError, match="cannot be written"), opened(tmp_path / "run", "train", {}):
+        pass
+    error = errno.ENOLCK
     with opened(tmp_path / "run", "train", {}):
         pass
     assert "has no file locks: make sure that no other run writes to it" in capsys.readouterr().err

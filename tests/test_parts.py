@@ -187,7 +187,9 @@ def test_masks_round_trip_and_are_checked_against_their_own_patterns(tmp_path):
     with safe_open(file, framework="pt") as opened:
         packed, metadata = {name: opened.get_tensor(name) for name in masks}, opened.metadata()
     for changed, words in (
-        ({"patterns": json.dumps(patterns | {"a.b": "1:4"})}, r"layer a\.b does not keep 1:4"),
+        ({"patterns": json.dumps(patterns | {"a.b": "1:4"})}, r"layer a\.b \[3, 12\] does not keep 1:4"),
+        ({"patterns": json.dumps(patterns | {"a.b": "1:5"})}, r"layer a\.b \[3, 12\] does not keep 1:5"),
+        ({"format": "pt"}, "not a mask file of proxsparse .format 'pt'.; give a masks.safetensors file"),
         ({"pattern": "9:8"}, r"masks\.safetensors.*9:8"),
     ):
         save_file(packed, file, metadata | changed)

@@ -206,6 +206,10 @@ REFUSALS = {
         "gradient_accumulation_steps 99: a step on 1 processes needs 99 batches",
     ),
     "pattern": (prunes("magnitude", pattern="2:3"), "multiple of 3 for 2:3 blocks"),
+    **{
+        f"pattern {wrong}": (prunes("magnitude", pattern=wrong), f"pattern: pattern {shown}")
+        for wrong, shown in (("abc", "'abc'"), ("3:2", "3:2"), (5, "5"), (None, "None"))
+    },
     "unknown layer": (prunes("magnitude", pattern={"lm_head": "2:4"}), "layer lm_head: no such nn.Linear to prune"),
     "no layer": (lambda m, t: proxsparse.prune_(without_layers(tiny_model("llama"))), "no layer to prune: 0 nn.Linear"),
     "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),

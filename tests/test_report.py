@@ -76,7 +76,9 @@ def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, plots):
         assert "ab12" * 16 in text
         assert "Warning" not in text
     assert "| `learning_rate` | 0.0001 |" in card
-    assert "\nPacked, the linear layers of the decoder blocks have 0.51 of the dense arithmetic, 1.12 bytes a" in card
+    assert (
+        "\nThe linear layers of the decoder blocks, packed, need 0.51 times the dense arithmetic and 1.12 bytes" in card
+    )
     figures = "| weights in these layers | 1,234,567 |", "| 1:02:05 |", "98.7600 %", "81.2500 %", "3.00 GiB"
     figures += "| 50.0000 % |", "(dense: 1) | 0.5078 |", "in bf16 (dense: 2) | 1.125 |"
     assert all(figure in report for figure in (*figures, "python -m proxsparse.train"))

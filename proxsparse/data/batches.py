@@ -42,6 +42,7 @@ def read_batches(
             see `calibration_batches`. Or a list or DataLoader of tokens, int64 [T] or [B, T] each, or of dicts with
             such input_ids and optionally attention_mask and labels; these are used in their order, except those
             without a token to predict.
+        model: limits the length of the samples, and the tokens.
         num_samples: number of samples; of a longer list or DataLoader the first ones are used.
         seq_len: largest number of tokens in a sample; None: `window`, or the model's context length if shorter. Tokens
             and dicts are cut only if it is given.

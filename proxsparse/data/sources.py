@@ -183,7 +183,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 number += 1
                 left = within_limit(path, left - len(line))
                 if b"\0" in line:
-                    raise InputError(f"{path}, line {number}: has NUL characters, as UTF-16 has; convert it to UTF-8")
+                    remedy = "convert the file to UTF-8, or remove them"
+                    raise InputError(f"{path}, line {number}: has NUL characters, as UTF-16 has; {remedy}")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error

@@ -180,10 +180,11 @@ def load_tasks(specifications: list[dict]) -> list:
 def scores(task: Task, results: dict) -> dict[str, float | int | None]:
     """The scores of one task of the paper as `zero_shot` returns them, from lm-eval's results."""
     documents = {"documents": results["n-samples"][task.lm_eval[0]]["effective"]}
-    first, *second = (results["results"][name] for name in task.lm_eval)
-    if not second:
-        return metric("acc", first) | (metric("acc_norm", first) if "acc_norm,none" in first else {}) | documents
-    mc1, mc2 = metric("acc", first, "mc1"), metric("acc", *second, "mc2")
+    if len(task.lm_eval) == 1:
+        found = results["results"][task.lm_eval[0]]
+        return metric("acc", found) | (metric("acc_norm", found) if "acc_norm,none" in found else {}) | documents
+    first, second = (results["results"][name] for name in task.lm_eval)
+    mc1, mc2 = metric("acc", first, "mc1"), metric("acc", second, "mc2")
     return {"acc": (mc1["mc1"] + mc2["mc2"]) / 2} | mc1 | mc2 | documents
 
 

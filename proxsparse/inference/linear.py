@@ -171,7 +171,11 @@ class SparseLinear(nn.Module):
         return self
 
     def dense_weight(self) -> Tensor:
-        """The unpacked weight, [out_features, in_features], in the dtype of the layer."""
+        """The unpacked weight, [out_features, in_features], in the dtype of the layer.
+
+        Raises ValueError if the packed tensors are damaged.
+        """
+        check_packed(self.values, self.indices, scales=self.scales)
         return dense_weight(self.values, self.indices, self.scales, self.pattern.m, self.in_features)
 
     def extra_repr(self) -> str:

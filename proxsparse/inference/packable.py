@@ -38,15 +38,14 @@ def packable_layers(
         current.result = f"{len(chosen)} found"
     if not chosen:
         kinds = {type(module).__name__ for module in model.modules()}
-        remedy = "first run proxsparse prune" + ", or select others" * bool(include or exclude)
-        if SparseLinear.__name__ in kinds:
-            remedy = "the other layers are already packed"
+        packed = SparseLinear.__name__ in kinds
+        remedy = "the other layers are already packed" if packed else "first run proxsparse prune"
+        remedy += " (if they are pruned, select others)" * bool(include or exclude)
         if kinds & {"Conv1D", "TransposedLinear"}:
             remedy = f"the weights of {type(model).__name__} are in Conv1D modules, which cannot be packed"
-        raise ValueError(
-            f"nothing to pack: none of {len(linears)} dense nn.Linear layers is {PATTERNS} and selected "
-            f"({include=}, {exclude=}; Conv1D and fused experts stay dense); {remedy}"
-        )
+        selected = f" and selected by {include=}, {exclude=}" if include or exclude else ""
+        reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERNS}{selected}"
+        raise ValueError(f"nothing to pack: {reason} (Conv1D and fused experts stay dense); {remedy}")
     return chosen
 
 

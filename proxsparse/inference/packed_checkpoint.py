@@ -80,22 +80,26 @@ def forms(config: dict) -> dict[str, Form]:
 def check_description(config: dict) -> None:
     """Raises ValueError for a quantization_config that does not describe a packed checkpoint of this format version."""
     if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
-        raise ValueError(f"quantization_config is {config!r:.60}; give the --output_dir of proxsparse pack")
+        reason = "not a packed checkpoint of proxsparse"
+        raise ValueError(f"quantization_config is {config!r:.60}: {reason}; give the --output_dir of proxsparse pack")
     version, layers, bits = config.get("format_version"), config.get("layers"), config.get("bits", {})
     if version not in READABLE:
         raise ValueError(
             f"packed checkpoint has format version {version!r}, but this proxsparse reads "
             f"{', '.join(map(str, READABLE))}; update proxsparse, or pack the dense checkpoint again"
         )
+    wrong = "`layers` must be a list of names"
     try:
-        named = isinstance(layers, list) and layers and all(isinstance(name, str) for name in layers)
-        if not named or not bits.keys() <= set(layers) or not set(bits.values()) <= CODES.keys():
-            raise ValueError(f"layers {layers!r:.60}, bits {bits!r:.60}")
+        if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
+            raise ValueError(f"{layers!r:.60}")
+        wrong = "`bits` must have 8 or 4 for some of `layers`"
+        if not isinstance(bits, dict) or not bits.keys() <= set(layers) or not set(bits.values()) <= CODES.keys():
+            raise ValueError(f"{bits!r:.60}")
+        wrong = "`pattern`, or `patterns` for mixed ones, must be those of `layers`"
         forms(config)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            "packed checkpoint: quantization_config of config.json must have `layers`, a list of names, `bits`, 8 or 4 "
-            f"for some of `layers`, and `pattern` or `patterns` ({error}); pack the dense checkpoint again"
+            f"packed checkpoint: quantization_config of config.json: {wrong} ({error}); pack the dense checkpoint again"
         ) from error
 
 

@@ -78,8 +78,8 @@ def remove_folder(folder: Path) -> None:
 def atomic_write(path: Path):
     """Yields a temporary path in the same folder. On success the file is synced and renamed, on error removed.
 
-    A reader never sees a partial file, even after a power failure. Two processes, as of a run and a report, may
-    write the same file at the same time.
+    A reader never sees a partial file, even after a kill or a power failure. Two processes, such as a run and
+    `proxsparse report`, may write the same file at the same time.
     """
     temporary = path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")
     try:

@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +91,8 @@ class Checkpoints:
             if tensors:
                 tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}  # W^T of Conv1D is not
                 writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
-                with torch.cuda.stream(stream), plain_errors():  # None: no effect
+                # stream(None) would create a CUDA context
+                with torch.cuda.stream(stream) if stream else nullcontext(), plain_errors():
                     dcp.save(tensors, storage_writer=writer, process_group=group)
             on_rank_zero(lambda: finish(scratch, self.folder / name, facts), group)
         except BaseException as error:
@@ -123,10 +124,11 @@ class Checkpoints:
             return tensors
         saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         for key, tensor in tensors.items():
-            held = (found := saved.get(key)) and (list(found.size), found.properties.dtype)
-            if held != (needed := (list(tensor.shape), tensor.dtype)):
+            found, needed = saved.get(key), f"{tensor.dtype} {list(tensor.shape)}"
+            held = f"{found.properties.dtype} {list(found.size)}" if found else "missing"
+            if held != needed:
                 remedy = "the checkpoint belongs to another model or version; delete it"
-                raise InputError(f"{path}: {key} is {held or 'missing'}, expected {needed}; {remedy}")
+                raise InputError(f"{path}: {key} is {held}, expected {needed}; {remedy}")
         for key, found in saved.items():
             if key not in tensors and key.startswith(prefixes):
                 tensors[key] = torch.empty(found.size, dtype=found.properties.dtype)

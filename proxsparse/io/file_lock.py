@@ -1,5 +1,6 @@
 """A lock on a file that the operating system releases when the process dies."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -10,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from proxsparse.errors import InputError, full_disk
+
+LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextmanager
@@ -49,7 +52,10 @@ def acquire(path: Path) -> int:
             os.close(file)
             remedy = "wait for it, stop it, or choose another --output_dir"
             raise InputError(f"another run ({holder}) writes to {str(path.parent)!r}; {remedy}") from None
-        except OSError:
+        except OSError as error:
+            if error.errno not in LOCKLESS:
+                os.close(file)
+                raise
             where = f"the file system of {str(path.parent)!r}"
             print(f"WARNING: {where} has no file locks: make sure that no other run writes to it", file=sys.stderr)
             return file

@@ -133,7 +133,8 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
             metadata = file.metadata() or {}
             packed = {name: file.get_tensor(name) for name in list(file.keys())}
         if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
-            raise ValueError(f"not a mask file of proxsparse: its format is {metadata.get('format')!r}")
+            kind = f"not a mask file of proxsparse (format {metadata.get('format')!r:.40})"
+            raise InputError(f"mask file {str(path)!r}: {kind}; give a masks.safetensors file")
         columns = json.loads(metadata["in_features"])
         mixed = metadata["pattern"] == MIXED
         named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
@@ -141,7 +142,9 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
         masks = {name: unpack_mask(tensor, columns[name]) for name, tensor in packed.items()}
         for name, mask in masks.items():
             if not patterns[name].is_mask(mask):
-                raise ValueError(f"layer {name} does not keep {patterns[name]} in all blocks")
+                raise ValueError(f"layer {name} {list(mask.shape)} does not keep {patterns[name]} in all blocks")
+    except InputError:
+        raise
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
     return masks, patterns, metadata

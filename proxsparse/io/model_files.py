@@ -50,7 +50,8 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"model {str(folder)!r}: {pickled}; {CONVERT}")
     for path in sorted(path for pattern in OPENED for path in folder.glob(pattern)):
         if not is_inside(path, folder):
-            raise InputError(f"{path}: is a link to a file outside its folder; if you trust it, put the file there")
+            remedy = "if you trust it, replace the link with the file"
+            raise InputError(f"{path}: is a link to a file outside its folder; {remedy}")
     if (folder / "adapter_config.json").exists():
         remedy = "merge it into its base model (peft: merge_and_unload) and save the result"
         raise InputError(f"model {str(folder)!r}: contains an adapter (adapter_config.json); {remedy}")

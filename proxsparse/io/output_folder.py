@@ -86,7 +86,8 @@ def check_owner(path: Path, command: str, settings: dict, resume: bool, may_diff
     if marker is None:
         foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith((LOCK, SCRATCH))]
         if foreign:
-            raise InputError(f"{where} ({min(foreign)}) and no run of proxsparse has written there; choose another")
+            reason = "no run of proxsparse has written there"
+            raise InputError(f"{where} ({min(foreign)}) and {reason}; choose another directory")
         return None
     if not resume:
         complete = read_result(path).get("status") == "complete" or marker["command"] in ("pack", "apply")

@@ -47,7 +47,8 @@ def read_yaml(path: Path, what: str) -> dict:
     try:
         for event in yaml.parse(text, PlainLoader):
             if isinstance(event, yaml.AliasEvent):  # aliases can expand a few lines to billions of values
-                raise ValueError(f"alias *{event.anchor:.50} is not allowed")
+                where = f"line {event.start_mark.line + 1}"
+                raise ValueError(f"{where}: alias *{event.anchor:.50} is not allowed; repeat the value")
         settings = yaml.load(text, PlainLoader) or {}
     except Exception as error:  # YAMLError, or a Python error for the value of a tag such as !!int
         reason = " ".join(str(error).split()) or type(error).__name__

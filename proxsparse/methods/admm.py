@@ -75,8 +75,13 @@ def prune_admm(
 def gradual_mask(score: Tensor, pattern: NMPattern, time: float) -> Tensor:
     """Prunes a fraction 1 - (1 - time)^3 of the weights that N:M pruning removes, smallest scores of the matrix first.
 
-    The n largest of every block are always kept; at time = 1 all others are pruned. Scores are [out_features,
-    in_features] and finite, time is in (0, 1]. Returns a bool tensor, True = kept.
+    The n largest of every block are always kept; at time = 1 all others are pruned.
+
+    Args:
+        score: [out_features, in_features], finite.
+        time: in (0, 1].
+    Returns:
+        bool, the shape of `score`; True = kept.
     """
     final = nm_mask(score, pattern)
     if time == 1:

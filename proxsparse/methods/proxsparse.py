@@ -64,7 +64,8 @@ def learn_masks(
     weights = pretrained or {name: weight.detach().clone() for name, weight in model.named_parameters()}
     steps = step_count(len(batches), options)
     if options.match_hidden and len(decoder_blocks(model)) < 2:
-        raise InputError("--match_hidden: the model has one decoder block, the last is not matched; leave it out")
+        reason = "the model has one decoder block, but the last one is not matched"
+        raise InputError(f"--match_hidden: {reason}; leave it out")
     newest = checkpoints and checkpoints.newest_step()
     scales = {}
     if options.masked and newest:

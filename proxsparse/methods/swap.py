@@ -72,9 +72,13 @@ def improve_mask(weight: Tensor, gram: Tensor, mask: Tensor, pattern: NMPattern,
 
 
 def sweep(weight: Tensor, gram: Tensor, mask: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Updates every block of some rows once, in order; candidates: bool [C(m, n), m], True = pruned.
+    """Updates every block once, in order.
 
-    Returns the new mask, and bool [rows]: whether the row has changed.
+    Args:
+        weight, mask: [rows, in_features], any number of rows; gram: [in_features, in_features], see `improve_mask`.
+        candidates: bool [C(m, n), m], True = pruned.
+    Returns:
+        The new mask, and bool [rows]: whether the row has changed.
     """
     m = candidates.shape[1]
     columns = weight.shape[1] - weight.shape[1] % m  # without the remainder, which stays dense

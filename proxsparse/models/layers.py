@@ -45,16 +45,21 @@ def body_modules(model: nn.Module) -> dict[str, nn.Module]:
 def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Name -> every nn.Linear in the decoder blocks, in model order. Of layers that share a weight, the first one.
 
-    The adapters that peft has put next to a layer, which it calls `base_layer`, are left out.
+    The matrices of adapters (peft) are left out.
     """
-    found, modules, adapters = {}, body_modules(model), set()
-    for layer in modules.values():
-        if hasattr(layer, "base_layer"):
-            adapters |= {*layer.modules()} - {layer, *layer.base_layer.modules()}
+    found, modules = {}, body_modules(model)
+    adapters = {module for layer in modules.values() for module in adapters_of(layer)}
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and module not in adapters:
             found.setdefault(id(module._parameters.get("weight", module)), (name, module))
     return dict(found.values())
+
+
+def adapters_of(layer: nn.Module) -> list[nn.Module]:
+    """The modules that peft has put next to a layer, which it calls `base_layer`."""
+    if not hasattr(layer, "base_layer"):
+        return []
+    return [module for name, child in layer.named_children() if name != "base_layer" for module in child.modules()]
 
 
 def body_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -149,6 +154,10 @@ def prunable_layers(
             raise InputError(f"pattern of layer {min(unknown)}: no such nn.Linear to prune; check the name")
         layers = {name: layer for name, layer in layers.items() if name in pattern}
     else:
+        try:
+            NMPattern.parse(pattern)
+        except ValueError as error:
+            raise InputError(f"--pattern: {error}") from error
         for name, holder in routers(model).items():
             if not any(re.search(word, name) and not re.search(word, holder) for word in include or []):
                 layers.pop(name, None)

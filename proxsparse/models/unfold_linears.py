@@ -127,7 +127,8 @@ def joined_(parameters: list[nn.Parameter], transposed: bool) -> Tensor:
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """An nn.Linear with the given weight [out_features, in_features] and bias [out_features] or None."""
-    layer = nn.Linear(*weight.T.shape, bias=False, device="meta")
+    out_features, in_features = weight.shape
+    layer = nn.Linear(in_features, out_features, bias=False, device="meta")
     layer.weight = nn.Parameter(weight)
     layer.bias = None if bias is None else nn.Parameter(bias)
     return layer

@@ -43,7 +43,9 @@ class PrunedModelArgs(ModelArgs):
     """The pruned model and its teacher."""
 
     pattern: str | None = flag(None, "N:M of the pruned layers; default: those in masks.safetensors, else of the zeros")
-    teacher: str | None = flag(None, "the dense model, named as MODEL is; default: the model that was pruned")
+    teacher: str | None = flag(
+        None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned"
+    )
 
 
 @dataclass
@@ -69,7 +71,10 @@ class TuningDataArgs(DataArgs):
     """The samples of fine-tuning."""
 
     seq_len: int | None = flag(
-        None, "tokens of a sample; default: 1024, unpacked 512, or the model's context if shorter", valid=TWO_TOKENS
+        None,
+        "largest number of tokens of a sample; default: 1024 (512 with --packing false), or the model's context length "
+        "if shorter",
+        valid=TWO_TOKENS,
     )
     # after mask learning: on short documents the weights learn for short contexts (docs/results.md)
     packing: bool = flag(True, "join documents into full windows; false: a sample is one truncated document")
@@ -89,7 +94,9 @@ class EvaluateArgs:
 
     eval_data: str = flag("builtin", "held-out text for the perplexity: a file, a data set, builtin, or none")
     eval_seq_len: int | None = flag(
-        None, "window of the perplexity in tokens; default: 1024, context or text if shorter", valid=TWO_TOKENS
+        None,
+        "window of the perplexity in tokens; default: 1024, or the context length or the text if shorter",
+        valid=TWO_TOKENS,
     )
     eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", valid=WINDOWS)
     eval_bos: str | None = flag(None, f"for the perplexity: {BOS_HELP}", choices=("first", "each"))
@@ -198,8 +205,9 @@ def checked(command: str, method: str, allocation: str, values: dict[str, object
     size, passes = options.per_device_train_batch_size, options.gradient_accumulation_steps
     if size * passes > args.data.num_samples:
         raise InputError(
-            f"--per_device_train_batch_size {size} times --gradient_accumulation_steps {passes}: a step needs so many "
-            f"samples, --num_samples is {args.data.num_samples}; lower one of the first two, or raise --num_samples"
+            f"--per_device_train_batch_size {size} times --gradient_accumulation_steps {passes}: a step needs "
+            f"{size * passes} samples, --num_samples is {args.data.num_samples}; lower one of the first two, or raise "
+            "--num_samples"
         )
     if options.master_weights and args.hardware.precision != "bf16":
         raise InputError(f"--master_weights: needs --precision bf16 (now {args.hardware.precision}); leave it out")

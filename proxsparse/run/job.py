@@ -137,9 +137,12 @@ def load(run: Run, pattern: PatternLike | dict[str, NMPattern], needs_data: bool
 def fine_tuned(
     run: Run, name: str, batches: TokenBatches, checkpoints: Checkpoints, teacher: str | None, base: dict
 ) -> Pruned:
-    """Trains the kept weights. `name`: of the score before the training. `teacher`: name of the dense model, or None.
+    """Trains the kept weights.
 
-    `base`: of the teacher, see `load_teacher`.
+    Args:
+        name: of the score before the training.
+        teacher: name of the dense model; None: none.
+        base: what masks.safetensors records of the teacher, see `load_teacher`.
     """
     dense = None
     if teacher:

@@ -89,7 +89,8 @@ class Plan:
     def memory(self, devices: int = 1) -> dict[str, Items]:
         """The peak memory of one of N devices, of its process on the host (rank zero), and of the disk.
 
-        device (if it is not the CPU), host, disk -> item -> bytes, at the moment when this place is fullest.
+        Returns:
+            device (if it is not the CPU), host, disk -> item -> bytes, at the moment when this place is fullest.
         """
         options, hardware = self.options, self.args.hardware
         w, f, mine, several = self.dtype.itemsize, self.file_dtype.itemsize, 1 / devices, devices > 1

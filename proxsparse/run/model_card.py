@@ -51,7 +51,7 @@ def card_text(result: dict) -> str:
     steps = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if "steps" in result else ""
     text = (
         f"{base} with {kept_share} in {number(result['layers'])} linear layers.\n{how} The kept weights {kept}; the "
-        f"other weights\nof these layers are +0.0. {others} {LICENCE}\n{cost_text(result).capitalize()}."
+        f"other weights\nof these layers are +0.0. {others} {LICENCE}\n{cost_text(result)}."
     )
     measured = "## Held-out perplexity", perplexity_text(result["perplexity"])
     made = f"```sh\n{result['command']}\n```\n\n{steps}{settings_text(result)}"

@@ -115,7 +115,8 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     method, allocation = asked.get("method"), str(asked.get("allocation") or UNIFORM)
     finetune = str(asked.get("finetune")).lower() == "true"  # a file may have it as text
     if finetune and method in list_methods() and "learning_rate" in get_method(method).options:  # trains by itself
-        raise InputError(f"--finetune: not with --method {method}; run proxsparse finetune on its --output_dir then")
+        remedy = "run proxsparse finetune on its --output_dir afterwards"
+        raise InputError(f"--finetune: not with --method {method}; {remedy}")
     if method == PROXSPARSE:
         if allocation != UNIFORM:
             reason = f"{PROXSPARSE} has one --pattern for all layers; leave it out, or choose another --method"

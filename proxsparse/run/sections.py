@@ -99,8 +99,8 @@ def perplexity_text(scores: dict | None) -> str:
 
 def cost_text(result: dict) -> str:
     """What the linear layers cost when they are packed."""
-    cost = "{arithmetic:.2f} of the dense arithmetic, {bytes_a_weight:.2f} bytes a weight in bf16"
-    return f"packed, the linear layers of the decoder blocks have {cost.format_map(result)}"
+    cost = "{arithmetic:.2f} times the dense arithmetic and {bytes_a_weight:.2f} bytes a weight in bf16"
+    return f"The linear layers of the decoder blocks, packed, need {cost.format_map(result)}"
 
 
 def settings_text(result: dict) -> str:

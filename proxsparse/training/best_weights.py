@@ -43,7 +43,8 @@ class BestWeights:
 
     def take_best_(self) -> None:
         """Replaces the weights by the best ones, if any were measured."""
-        self._copy(self.best, self.weights)
+        if self.losses:
+            self._copy(self.best, self.weights)
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -166,9 +166,13 @@ class LearningOptions(LoopOptions):
                 f"--reg_lambda {self.reg_lambda}: too large for scaled weights, which have mean 1; use about 0.002, or "
                 "--objective paper for the values of the paper"
             )
-        for name, objective in {"frozen_lambda": "paper", "distill": "masked", "match_hidden": "masked"}.items():
+        frozen = "with --objective masked the weights are frozen already"
+        needs = {"frozen_lambda": ("paper", frozen)}
+        needs |= dict.fromkeys(("distill", "match_hidden"), ("masked", "it compares the model with and without masks"))
+        for name, (objective, reason) in needs.items():
             if self.objective != objective and (value := getattr(self, name)):
-                raise InputError(f"--{name} {value:g}: needs --objective {objective}; give that, or leave it out")
+                remedy = f"add --objective {objective}, or leave out --{name}"
+                raise InputError(f"--{name} {value:g}: needs --objective {objective}: {reason}; {remedy}")
         return self
 
 

@@ -110,3 +110,5 @@ def test_a_pattern_in_a_file_needs_no_quotes(tiny_llama, text_file, tmp_path, ca
     assert result_of(tmp_path / "run")["pattern"] == "6:8"
     (tmp_path / "config.yaml").write_text("seed: 1\nseed: 2\n")
     refused(capsys, main, flags, "config.yaml: not valid YAML (seed is there twice)")
+    (tmp_path / "config.yaml").write_text("include: &a [x]\nexclude: *a\n")
+    refused(capsys, main, flags, "config.yaml: not valid YAML (line 2: alias *a is not allowed")

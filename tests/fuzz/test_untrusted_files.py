@@ -163,7 +163,7 @@ def test_a_link_out_of_the_folder_is_refused(name, dense, tmp_path):
     outside.write_bytes((dense / name).read_bytes() if (dense / name).exists() else b"secret")
     (dense / name).unlink(missing_ok=True)
     (dense / name).symlink_to(outside)
-    with pytest.raises(InputError, match=f"{name}: is a link to a file outside its folder"):
+    with pytest.raises(InputError, match=f"{name}: is a link to a file outside its folder; .* replace the link"):
         load_model(str(dense))
 
 

@@ -190,6 +190,10 @@ def test_damaged_state_is_refused_with_the_name_of_the_layer(bits, name, damage,
         with pytest.raises(RuntimeError, match=rf"up_proj: .*{word}"):
             model.load_state_dict(part, strict=False)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    if damage:
+        getattr(model["up_proj"], name).data = damage(tensor)
+        with pytest.raises(ValueError, match=name):
+            model["up_proj"].dense_weight()
 
 
 # ------------------------------------------------------------------------------------------ forms of a backend

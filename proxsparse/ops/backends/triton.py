@@ -48,7 +48,8 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
 
 
 def _adamw_prox_list_(calls: list[tuple]) -> None:
-    kernels().adamw_prox_list_([kernels().Step(*arguments) for arguments in calls])
+    triton = kernels()
+    triton.adamw_prox_list_([triton.Step(*arguments) for arguments in calls])
 
 
 @register_kernel(
