@@ -166,7 +166,14 @@ def test_a_run_that_does_not_fit_is_refused_before_it_loads(share, message, tmp_
             (1, 1),
             r"--gradient_checkpointing and torchrun on \d+ devices it needs 0.\d\d GB on each",
         ),
-        ("cpu", "disk", 0.8, (1, 1), r"GB on the disk, where .* free; free some space, or choose another --output_dir"),
+        ("cuda", "device", 0.001, (4, 4), "are free; use a smaller model"),
+        (
+            "cpu",
+            "disk",
+            0.8,
+            (1, 1),
+            r"GB on the disk, where .* free; free some space, or choose another --output_dir; or give --save_minutes 0",
+        ),
         ("cpu", "disk", 1, (1, 1), None),
     ],
 )

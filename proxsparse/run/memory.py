@@ -211,15 +211,16 @@ def require_memory(args: RunArgs, device: torch.device, path: Path, devices: int
     try:
         plan, free = Plan(args), free_memory(device)
         sizes = needed(plan, devices, local)
-    except Exception:  # an unusual config, or an error that loading reports
+        held = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        free["disk"] = disk_usage(path).free + held
+    except Exception:  # an unusual config, a file that is being removed, or an error that loading reports
         return
-    free["disk"] = disk_usage(path).free + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     for place, size in sizes.items():
         if place in free and size > MARGIN * free[place]:
             listed = "" if "plan" in HIDDEN[args.command] else "; --plan lists what needs it"
             raise InputError(
                 f"the run needs about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free; "
-                f"{smaller(args, devices, local, place, free[place])}{listed}"
+                f"{smaller(plan, devices, local, place, free[place])}{listed}"
             )
 
 
@@ -233,11 +234,14 @@ def needed(plan: Plan, devices: int, local: int) -> dict[str, float]:
     return sizes
 
 
-def smaller(args: RunArgs, devices: int, local: int, place: str, free: float) -> str:
+def smaller(plan: Plan, devices: int, local: int, place: str, free: float) -> str:
     """What to do so that the run fits."""
     if place == "disk":
-        return "free some space, or choose another --output_dir"
-    flags, changed = [], copy.deepcopy(args)
+        fewer = "; or give --save_minutes 0 (no checkpoints)"
+        fewer += ", or a lower --save_total_limit" * (plan.options.save_total_limit > 1)
+        saves = "checkpoints" in plan.memory(devices)[place]
+        return f"free some space, or choose another --output_dir{fewer * saves}"
+    args, flags, changed = plan.args, [], copy.deepcopy(plan.args)
     for section, name, value in SMALLER:
         options = getattr(changed, section)
         if getattr(options, name) == value or name in HIDDEN[args.command]:  # not a flag of this command
@@ -247,9 +251,11 @@ def smaller(args: RunArgs, devices: int, local: int, place: str, free: float) ->
         size = needed(Plan(changed), devices, local)[place]
         if size <= free:
             return f"with {' '.join(flags)} it needs {size / GB:.2f} GB"
+    least, ways = Plan(changed), [" ".join(flags)] if flags else []
     for several in (2, 4, 8, 16, 32, 64) if place == "device" and args.command != "prune" else ():
-        size = needed(Plan(changed), several, 1)[place]
+        size = needed(least, several, 1)[place]
         if several > devices and size <= free:
-            ways = [*[" ".join(flags)] * bool(flags), f"torchrun on {several} devices"]
+            ways.append(f"torchrun on {several} devices")
             return f"with {' and '.join(ways)} it needs {size / GB:.2f} GB on each"
-    return "use fewer processes on this machine, or a smaller model" if local > 1 else "use a smaller model"
+    fewer = "fewer processes on this machine, or " if place == "host" and local > 1 else ""
+    return f"use {fewer}a smaller model"
