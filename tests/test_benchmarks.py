@@ -197,7 +197,7 @@ def test_what_fails_gets_a_note(rows_of, monkeypatch, capsys):
     }
     monkeypatch.setattr(prox_speed, "benchmark", breaks)
     assert prox_speed.main([*RANDOM.split(), *flags]) == 1
-    assert "failed: 8x32 in float32: RuntimeError: no such kernel" in capsys.readouterr().out
+    assert "failed: 8x32, 2:4, in float32: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------- packed layers

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -53,8 +52,8 @@ def context_length(model: nn.Module) -> float:
     return limit
 
 
-def refuse_other_tokens(model: nn.Module, ids: Tensor | np.ndarray, what: str) -> None:
-    """Raises InputError if a token id, of any shape, has no row in the embedding of the model."""
+def refuse_other_tokens(model: nn.Module, ids, what: str) -> None:
+    """Raises InputError if a token id, in a tensor or NumPy array, has no row in the embedding of the model."""
     try:
         vocabulary = model.get_input_embeddings().weight.shape[0]
     except (AttributeError, NotImplementedError):  # code of a model that is not in transformers

@@ -10,8 +10,9 @@ from pruned import tensors_of
 from safetensors.torch import save_file
 
 from proxsparse import evaluate, pack
+from proxsparse.inference.convert import pack_tensors
 from proxsparse.io.mask_files import load_masks
-from proxsparse.io.model_files import FROM_CLONE
+from proxsparse.io.model_files import FROM_CLONE, headers
 from proxsparse.io.output_folder import MARKER
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
@@ -154,3 +155,15 @@ def test_weights_in_other_forms_and_links_out_of_the_folder_are_not_copied(prune
     assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "a template"
     assert b"publishing" not in (out / "README.md").read_bytes()
     assert "notes.txt" in capsys.readouterr().err
+
+
+def test_other_tensors_of_any_dtype_are_handed_on_and_only_weights_must_be_finite(tmp_path):
+    """float8_e4m3fn has no isfinite."""
+    dtypes = {"scale": torch.float8_e4m3fn, "n": torch.int8, "clamp": torch.float32}
+    tensors = {name: torch.ones(4).to(dtype) for name, dtype in dtypes.items()}
+    tensors["clamp"][0] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = headers([tmp_path / "model.safetensors"])
+    assert {name: tensor.dtype for name, tensor in pack_tensors(found, [], buffers=["clamp"])} == dtypes
+    with pytest.raises(ValueError, match="clamp contains NaN or infinity"):
+        list(pack_tensors(found, []))

@@ -16,9 +16,8 @@ from tiny_models import MODELS, NOT_PACKED, tiny_model
 
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference import packed_checkpoint
-from proxsparse.inference.convert import pack_tensors, unsparsify_
+from proxsparse.inference.convert import unsparsify_
 from proxsparse.integrations.transformers_quantizer import PackedConfig
-from proxsparse.io.model_files import headers
 from proxsparse.pack import main as pack
 
 TOKENS = torch.arange(3, 23).view(2, 10)
@@ -391,15 +390,3 @@ def test_the_format_of_the_files(folders):
     projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     assert entry.pop("layers") == [f"model.layers.{i}.{name}" for i in (0, 1) for name in projections]
     assert entry == {"quant_method": "proxsparse", "format_version": 4, "pattern": "2:4"}
-
-
-def test_other_tensors_of_any_dtype_are_handed_on_and_only_weights_must_be_finite(tmp_path):
-    """float8_e4m3fn has no isfinite."""
-    dtypes = {"scale": torch.float8_e4m3fn, "n": torch.int8, "clamp": torch.float32}
-    tensors = {name: torch.ones(4).to(dtype) for name, dtype in dtypes.items()}
-    tensors["clamp"][0] = torch.inf
-    save_file(tensors, tmp_path / "model.safetensors")
-    found = headers([tmp_path / "model.safetensors"])
-    assert {name: tensor.dtype for name, tensor in pack_tensors(found, [], buffers=["clamp"])} == dtypes
-    with pytest.raises(ValueError, match="clamp contains NaN or infinity"):
-        list(pack_tensors(found, []))
