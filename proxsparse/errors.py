@@ -88,7 +88,7 @@ def run_command(main: Callable[[], int | None]) -> int:
 
 
 def is_first_process(text: str) -> bool:
-    """Whether no other process of torchrun has called this with the text; True also where that is unknown."""
+    """Whether no other process of this machine has called this with the text; True also where that is unknown."""
     start = os.environ
     if start.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there is no store that outlives the processes
         return True
@@ -96,8 +96,8 @@ def is_first_process(text: str) -> bool:
 
     try:
         address = start["MASTER_ADDR"], int(start["MASTER_PORT"])
-        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=10))
-        return store.add(f"{start.get('TORCHELASTIC_RESTART_COUNT')} {text}", 1) == 1
+        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=2))
+        return store.add(f"{start.get('GROUP_RANK')} {start.get('TORCHELASTIC_RESTART_COUNT')} {text}", 1) == 1
     except (LookupError, ValueError, RuntimeError):  # of torch: no connection
         return True
 

@@ -115,8 +115,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     windows = options.max_windows
     require("max_windows", windows, windows >= 1 or windows == -1, "at least 1, or -1 for all")
     if options.json not in (None, "-"):
-        empty = os.path.isfile(options.json) and not os.path.getsize(options.json)  # left by a full disk
-        if os.path.lexists(options.json) and not empty:
+        exists = os.path.lexists(options.json)
+        empty = exists and os.path.isfile(options.json) and not os.path.getsize(options.json)  # left by a full disk
+        if exists and not (empty and os.access(options.json, os.W_OK)):
             raise InputError(f"--json {options.json}: exists; name a new file, or delete this one")
         folder = Path(options.json).absolute().parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)):

@@ -57,8 +57,9 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"model {str(folder)!r}: contains an adapter (adapter_config.json); {remedy}")
     if has_weights:
         weight_files(folder)
-    for path in folder.glob("*_config.json"):  # of the tokenizer, the generation and others
-        read_object(path)
+    for name in ("generation", "tokenizer", "processor", "preprocessor", "video_preprocessor"):
+        if (path := folder / f"{name}_config.json").is_file():
+            read_object(path)
     check_config(folder / "config.json")
 
 
@@ -80,12 +81,11 @@ def check_config(path: Path) -> None:
             raise InputError(f"{path}: {key} is {value!r:.60}; remove it and rename the weights to {ONE_FILE}")
         if key.endswith("_implementation") and "/" in str(value):
             raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
-        if (
-            key in ("dtype", "torch_dtype")
-            and isinstance(value, str)
-            and not hasattr(torch, value.removeprefix("torch."))
-        ):
-            raise InputError(f"{path}: {key} {value!r:.60} is not a dtype of torch; give that of the weights")
+    configs = [value for key, value in entries_of(config) if key.endswith("_config") and isinstance(value, dict)]
+    for key, value in (entry for entries in (config, *configs) for entry in entries.items()):
+        if key in ("dtype", "torch_dtype") and isinstance(value, str) and not hasattr(torch, value.split(".")[-1]):
+            remedy = "give that of the weights, or remove the key"
+            raise InputError(f"{path}: {key} {value!r:.60} is not a dtype of torch; {remedy}")
 
 
 def check_counts(config: dict, name: str) -> None:
@@ -135,7 +135,8 @@ def weight_files(folder: Path) -> list[Path]:
         entries = read_object(index)
         for key in ("weight_map", "metadata"):
             if not isinstance(entries.get(key), dict):
-                raise InputError(f"{index}: malformed (no {key}); {AGAIN}")
+                remedy = f'add "{key}": {{}} to it' if key == "metadata" else AGAIN
+                raise InputError(f"{index}: malformed (no {key}); {remedy}")
         weight_map = entries["weight_map"]
         if not weight_map:
             raise InputError(f"{index}: contains no tensors; {AGAIN}")
@@ -189,14 +190,14 @@ def headers(files: Iterable[Path]) -> dict[str, Header]:
 
 
 def read_tensor(headers: dict[str, Header], name: str) -> Tensor:
-    """Reads one tensor. Raises ValueError for a damaged file."""
+    """Reads one tensor, not to be changed: later reads share its memory. Raises ValueError for a damaged file."""
     stat = (file := headers[name].file).stat()
-    return same_file(file, stat.st_ino, stat.st_size, stat.st_mtime_ns).get_tensor(name)
+    return open_once(file, stat.st_ino, stat.st_size, stat.st_mtime_ns).get_tensor(name)
 
 
 @functools.lru_cache(maxsize=2)
-def same_file(file: Path, *_changes: int):
-    """The open file: to open it for each tensor takes a time quadratic in their number."""
+def open_once(file: Path, *_identity: int):
+    """Opens a file, or returns it if it is open: opening it for each tensor takes a time quadratic in their number."""
     return open_file(file)
 
 

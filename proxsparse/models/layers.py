@@ -4,6 +4,7 @@ import re
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from proxsparse.errors import InputError
 from proxsparse.models.unfold_linears import SplitExperts
@@ -177,8 +178,10 @@ def prunable_layers(
 
 
 def stored_weight(name: str, layer: nn.Linear) -> nn.Parameter:
-    """The weight of a layer. Raises InputError if each forward pass computes it, so that a change of it is lost."""
+    """The weight of a layer. Raises InputError if it is computed or part of another one, so that a change is lost."""
     if "weight" not in layer._parameters:
+        if not parametrize.is_parametrized(layer) and not any("weight_" in key for key in layer._parameters):
+            raise InputError(f"{name}: its weight is part of a flat parameter, as of FSDP1; use FSDP2's fully_shard")
         what = f"{name}: it computes its weight from other parameters, as weight_norm and torch.nn.utils.prune do"
         remedy = "call torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove"
         raise InputError(f"{what}; {remedy}, or exclude {name.rpartition('.')[2]!r}")

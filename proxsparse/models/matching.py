@@ -127,14 +127,15 @@ def refuse_incomplete(name: str, matched: Match, kind: str) -> None:
 def refuse_codes(headers: dict[str, Header], model: nn.Module, block: Iterable[int] | None = None) -> None:
     """Raises InputError for codes in the files that transformers would take as weights, or scale wrongly.
 
-    block: weight_block_size of an FP8 checkpoint; None: nothing is scaled. transformers takes size // (number of
-    scales) for the size of a block, which is wrong if there is a remainder.
+    block: (rows, columns), the weight_block_size of an FP8 checkpoint; None: nothing is scaled. transformers takes
+    size // (number of scales) for the size of a block, which is wrong if there is a remainder.
     """
     codes = sorted(name for name, header in headers.items() if header.dtype not in SAFETENSORS_FLOATS)
     needed = model.state_dict()
     for name, inside in model_names(codes, model)[0].items():
         header, stem = headers[name], name.removesuffix(".weight")
-        if not needed[inside].is_floating_point():
+        fused = not name.endswith(".weight") and f"{name}_scale" in headers  # experts, which their converter scales
+        if fused or not needed[inside].is_floating_point():
             continue
         scales = headers.keys() & {f"{name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"}
         if block is None or not scales:

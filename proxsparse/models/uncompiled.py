@@ -8,7 +8,10 @@ from torch import nn
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the model that torch.compile wraps, whose modules run eagerly, with their own names, within the block."""
+    """Yields the model that torch.compile wraps; its modules run eagerly, with their own names, within the block.
+
+    After the block the wrappers and the compiled code are there again.
+    """
     if not isinstance(model, nn.Module):  # refused later
         yield model
         return

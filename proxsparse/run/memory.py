@@ -237,10 +237,11 @@ def needed(plan: Plan, devices: int, local: int) -> dict[str, float]:
 def smaller(plan: Plan, devices: int, local: int, place: str, free: float) -> str:
     """What to do so that the run fits."""
     if place == "disk":
-        fewer = "; or give --save_minutes 0 (no checkpoints)"
-        fewer += ", or a lower --save_total_limit" * (plan.options.save_total_limit > 1)
-        saves = "checkpoints" in plan.memory(devices)[place]
-        return f"free some space, or choose another --output_dir{fewer * saves}"
+        remedy = "free some space, or choose another --output_dir"
+        if "checkpoints" in plan.memory(devices)[place]:
+            remedy += "; or give --save_minutes 0 (no checkpoints)"
+            remedy += ", or a lower --save_total_limit" if plan.options.save_total_limit > 1 else ""
+        return remedy
     args, flags, changed = plan.args, [], copy.deepcopy(plan.args)
     for section, name, value in SMALLER:
         options = getattr(changed, section)
