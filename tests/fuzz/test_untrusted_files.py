@@ -54,7 +54,7 @@ def test_valid_files_are_loaded_and_damaged_ones_loaded_or_refused(name, inputs,
     with bounded():
         found = fuzz(name, SEED, range(max(3, LOADERS[name].share * inputs // 100_000)), tmp_path / "input")
     assert found.keys() <= {"loaded", "refused"}, found
-    assert found["refused"] or sum(found.values()) < 20  # a few changes may all be harmless
+    assert found["refused"] or sum(map(len, found.values())) < 20  # a few changes may all be harmless
 
 
 def test_a_crash_a_hang_and_memory_are_found(tmp_path, monkeypatch):
