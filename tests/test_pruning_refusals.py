@@ -122,6 +122,7 @@ REFUSALS = {
         prunes("wanda", DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)),
         "data: a dict with text, without input_ids",
     ),
+    "chat": (prunes("wanda", [{"text": [{"role": "user", "content": "a"}]}]), "'user'}] is not text; a row is"),
     "positions": (
         prunes("wanda", [{"input_ids": TOKENS[0], "position_ids": TOKENS[0]}], tokenizer=False),
         "data: a dict with position_ids, which would be ignored",

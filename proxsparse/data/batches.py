@@ -17,7 +17,7 @@ from proxsparse.runtime.distributed import on_rank_zero
 
 FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
-    "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two, not of texts"
+    "tensors, a list of dicts with input_ids, or a DataLoader of token tensors or of dicts with input_ids"
 )
 
 
@@ -128,7 +128,9 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
         raise InputError(f"data: it is empty; {FORMS}") from None
     items = chain([first], items)
     has_text = isinstance(first, Mapping) and "input_ids" not in first and text_field in first
-    has_text = has_text and not isinstance(first[text_field], list)  # as of a DataLoader of texts
+    column = first[text_field] if has_text else None
+    if isinstance(column, list) and all(isinstance(each, str) for each in column):  # of a DataLoader of texts
+        return items, False
     if not (isinstance(first, str) or has_text):
         return items, False
     if tokenizer is None:
