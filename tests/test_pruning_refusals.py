@@ -79,9 +79,9 @@ def learns(model):
 HALF = (torch.arange(8) % 4 < 2)[None]
 
 
-def splits():
+def splits(*names):
     datasets = pytest.importorskip("datasets")
-    return datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["b"]})})
+    return datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": ["b"]}) for name in names})
 
 
 @torch.inference_mode()
@@ -114,10 +114,13 @@ REFUSALS = {
             ("labels", True, "bool"),
         )
     },
-    "splits": (
-        lambda m, t: prunes("wanda", splits())(m, t),
-        "data: a DatasetDict; give one of its splits, such as data['a']",
-    ),
+    **{
+        f"splits {names}": (
+            lambda m, t, names=names: prunes("wanda", splits(*names))(m, t),
+            f"data: a DatasetDict; give one of its splits, such as data['{shown}']",
+        )
+        for names, shown in ((["a"], "a"), ([], "train"))
+    },
     "texts in a loader": (
         prunes("wanda", DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)),
         "data: a dict with text, without input_ids",

@@ -118,7 +118,8 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
         text = f"data[{text_field!r}]"
         raise InputError(f"data: a {type(data).__name__} of columns; give that of the text, such as {text}")
     if isinstance(data, Mapping) and hasattr(data, "column_names"):
-        raise InputError(f"data: a {type(data).__name__}; give one of its splits, such as data[{next(iter(data))!r}]")
+        first = next(iter(data), "train")
+        raise InputError(f"data: a {type(data).__name__}; give one of its splits, such as data[{first!r}]")
     if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
         raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
     items = iter([data] if isinstance(data, Mapping) else data)  # one batch, such as the output of a tokenizer
