@@ -37,6 +37,7 @@ FORMS = {
     "tokenizer output": byte_tokenizer()(TEXTS, padding=True, return_tensors="pt"),
     "arrays": [ids.numpy() for ids in TOKENS],
     "blank rows": [{"input_ids": []}, {"input_ids": [5]}, *({"input_ids": ids.tolist()} for ids in TOKENS)],
+    "float mask": [{"input_ids": ids, "attention_mask": torch.ones(32)} for ids in TOKENS],
     "loader": DataLoader(TensorDataset(torch.stack(TOKENS)), batch_size=2),
     "loader of dicts": DataLoader([{"input_ids": ids} for ids in TOKENS], batch_size=2),
 }
@@ -73,10 +74,17 @@ def test_data_in_all_forms(data, model, tokenizer):
     assert proxsparse.perplexity(model, tokenizer, data, seq_len=16, max_windows=2) > 1
 
 
+@pytest.mark.parametrize("labels", [[0.5] * 32, [1], [999] * 32], ids=["scores", "class", "other tokens"])
+def test_perplexity_does_not_use_labels(labels, model, tokenizer):
+    data = [{"input_ids": ids, "labels": labels} for ids in TOKENS]
+    expected, measured = (proxsparse.perplexity(model, tokenizer, each, seq_len=16) for each in (TOKENS, data))
+    assert measured == expected
+
+
 def test_equal_tokens_in_different_forms_give_equal_masks(tokenizer):
     masks = [
         proxsparse.prune_(tiny_model("llama"), "wanda", FORMS[form], tokenizer, **FEW)
-        for form in ("tensors", "dicts", "lists", "arrays", "blank rows", "loader", "loader of dicts")
+        for form in FORMS.keys() - {"source", "texts", "rows", "tokenizer output"}
     ]
     assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
 

@@ -104,14 +104,15 @@ REFUSALS = {
         "attention_mask is [1, 3], input_ids are [1, 32]",
     ),
     **{
-        f"floats as {name}": (
+        f"{value} as {name}": (
             prunes("wanda", [{"input_ids": TOKENS[0], name: torch.full((32,), value)}], tokenizer=False),
-            f"data: {name} are torch.{kind} [32]; they must be integers",
+            f"data: {name} {message}, [T] or [B, T]",
         )
-        for name, value, kind in (
-            ("attention_mask", -1e9, "float32"),
-            ("labels", 0.5, "float32"),
-            ("labels", True, "bool"),
+        for name, value, message in (
+            ("attention_mask", -1e9, "is torch.float32 [32]; must be 0 or 1"),
+            ("attention_mask", 2, "is torch.int64 [32]; must be 0 or 1"),
+            ("labels", 0.5, "are torch.float32 [32]; must be integers"),
+            ("labels", True, "are torch.bool [32]; must be integers"),
         )
     },
     **{

@@ -19,6 +19,7 @@ FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
     "tensors, a list of dicts with input_ids, or a DataLoader of token tensors or of dicts with input_ids"
 )
+TOKEN_FIELDS = ("input_ids", "attention_mask")
 
 
 def read_batches(
@@ -103,7 +104,7 @@ def read_tokens(
     if are_texts:
         limit = None if isinstance(data, list | tuple) else FIRST_DOCUMENTS
         return evaluation_tokens("\n\n".join(islice(items, limit)), tokenizer)
-    batches = [as_batch(item, model, None) for item in items]
+    batches = [as_batch(item, model, None, TOKEN_FIELDS) for item in items]
     return torch.cat([batch["input_ids"][batch["attention_mask"] != 0] for batch in batches])
 
 
@@ -139,14 +140,19 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
     return (text_of(item, "data", text_field) for item in items), True
 
 
-def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
-    """input_ids, attention_mask and, if given, labels, each int64 [B, T]. Raises InputError for other items."""
+def as_batch(
+    item: object, model: nn.Module, seq_len: int | None, names: tuple[str, ...] = (*TOKEN_FIELDS, "labels")
+) -> Batch:
+    """input_ids, attention_mask and those of `names` that are given, each int64 [B, T].
+
+    Raises InputError for other items.
+    """
     if isinstance(item, list | tuple) and len(item) == 1 and isinstance(item[0], Tensor):
         item = item[0]  # of a DataLoader over a TensorDataset
     fields = item if isinstance(item, Mapping) else {"input_ids": item}
     if "input_ids" not in fields:
         raise InputError(f"data: a dict with {', '.join(map(str, fields)) or 'no entries'}, without input_ids; {FORMS}")
-    given = {name: fields[name] for name in ("input_ids", "attention_mask", "labels") if fields.get(name) is not None}
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
     try:
         found = {name: torch.as_tensor(value) for name, value in given.items()}
         ids = found["input_ids"]
@@ -156,10 +162,13 @@ def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
     if fields.get("position_ids") is not None:
         raise InputError("data: a dict with position_ids, which would be ignored; leave them out, or split the samples")
     for name, tensor in found.items():
-        whole = torch.can_cast(tensor.dtype, torch.int64) and (tensor.dtype != torch.bool or name == "attention_mask")
-        if (ids.numel() and not whole) or tensor.ndim not in (1, 2):  # [] is float
+        valid, rule = tensor.dtype != torch.bool and torch.can_cast(tensor.dtype, torch.int64), "must be integers"
+        verb = "are"
+        if name == "attention_mask":
+            valid, rule, verb = ((tensor == 0) | (tensor == 1)).all(), "must be 0 or 1", "is"
+        if (ids.numel() and not valid) or tensor.ndim not in (1, 2):  # [] is float
             what = f"{tensor.dtype} {list(tensor.shape)}"
-            raise InputError(f"data: {name} are {what}; they must be integers, [T] or [B, T]")
+            raise InputError(f"data: {name} {verb} {what}; {rule}, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     for name, tensor in batch.items():
