@@ -38,6 +38,7 @@ FORMS = {
     "arrays": [ids.numpy() for ids in TOKENS],
     "blank rows": [{"input_ids": []}, {"input_ids": [5]}, *({"input_ids": ids.tolist()} for ids in TOKENS)],
     "float mask": [{"input_ids": ids, "attention_mask": torch.ones(32)} for ids in TOKENS],
+    "positions": [{"input_ids": torch.stack(TOKENS), "position_ids": torch.arange(32)[None]}],
     "loader": DataLoader(TensorDataset(torch.stack(TOKENS)), batch_size=2),
     "loader of dicts": DataLoader([{"input_ids": ids} for ids in TOKENS], batch_size=2),
 }
@@ -100,6 +101,7 @@ def test_padding_on_either_side_and_rows_of_padding_change_nothing(method, token
             place = slice(32 - len(row), None) if left else slice(len(row))
             ids[number, place], mask[number, place] = row, 1
         batch = {"input_ids": ids, "attention_mask": mask}
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp(0)  # or arange, as above
         results.append(proxsparse.prune_(tiny_model("llama"), method, [batch], seq_len=16))
     assert all(torch.equal(mask, results[1][name]) for name, mask in results[0].items())
 

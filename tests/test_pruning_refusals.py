@@ -127,10 +127,18 @@ REFUSALS = {
         "data: a dict with text, without input_ids",
     ),
     "chat": (prunes("wanda", [{"text": [{"role": "user", "content": "a"}]}]), "'user'}] is not text; a row is"),
-    "positions": (
-        prunes("wanda", [{"input_ids": TOKENS[0], "position_ids": TOKENS[0]}], tokenizer=False),
-        "data: a dict with position_ids, which would be ignored",
-    ),
+    **{
+        f"positions of {what}": (
+            prunes("wanda", [{"input_ids": torch.stack(TOKENS[:2]), "position_ids": positions}], tokenizer=False),
+            "data: position_ids that do not count the tokens of each sample from 0 would be",
+        )
+        for what, positions in {
+            "packed samples": torch.arange(16).repeat(2, 2),
+            "a cache": torch.arange(32) + 32,
+            "fewer tokens": torch.arange(31),
+            "more samples": torch.arange(32).repeat(3, 1),
+        }.items()
+    },
     "one token": (prunes("proxsparse", [torch.tensor([5])]), "data: no sample has a token to predict"),
     "long tokens": (
         prunes("wanda", [torch.ones(200).long()]),

@@ -19,7 +19,7 @@ FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
     "tensors, a list of dicts with input_ids, or a DataLoader of token tensors or of dicts with input_ids"
 )
-TOKEN_FIELDS = ("input_ids", "attention_mask")
+TOKEN_FIELDS = ("input_ids", "attention_mask", "position_ids")
 
 
 def read_batches(
@@ -143,7 +143,7 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
 def as_batch(
     item: object, model: nn.Module, seq_len: int | None, names: tuple[str, ...] = (*TOKEN_FIELDS, "labels")
 ) -> Batch:
-    """input_ids, attention_mask and those of `names` that are given, each int64 [B, T].
+    """input_ids, attention_mask and, if in `names` and given, labels, each int64 [B, T].
 
     Raises InputError for other items.
     """
@@ -159,8 +159,6 @@ def as_batch(
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # KeyError: it is None
         kind = type(item).__name__
         raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
-    if fields.get("position_ids") is not None:
-        raise InputError("data: a dict with position_ids, which would be ignored; leave them out, or split the samples")
     for name, tensor in found.items():
         valid, rule = tensor.dtype != torch.bool and torch.can_cast(tensor.dtype, torch.int64), "must be integers"
         verb = "are"
@@ -171,9 +169,16 @@ def as_batch(
             raise InputError(f"data: {name} {verb} {what}; {rule}, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    real, positions = batch["attention_mask"] != 0, batch.pop("position_ids", None)
     for name, tensor in batch.items():
         if tensor.shape != batch["input_ids"].shape:
             raise InputError(f"data: {name} is {list(tensor.shape)}, input_ids are {list(batch['input_ids'].shape)}")
+    if positions is not None:
+        whole = positions.shape in (real.shape, (1, real.shape[1]))
+        usual = torch.arange(real.shape[1]), real.cumsum(1) - 1  # whether padding on the left is counted or not
+        if not whole or all(((positions != each) & real).any() for each in usual):
+            remedy = "would be ignored; leave them out, or split the samples"
+            raise InputError(f"data: position_ids that do not count the tokens of each sample from 0 {remedy}")
     if seq_len is not None:
         real_first = (batch["attention_mask"] == 0).byte().argsort(dim=1, stable=True)  # padding may be on the left
         batch = {name: tensor.gather(1, real_first)[:, :seq_len] for name, tensor in batch.items()}
