@@ -209,7 +209,7 @@ def test_ctrl_c_works_after_an_error(model, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("saves", [{"save_steps": 1}, {"save_minutes": 1e-9}])
 def test_checkpoints_resume_the_same_call(saves, model, tokenizer, tmp_path, monkeypatch):
-    options = {"checkpoints": tmp_path, **saves, **FEW}
+    options = {"checkpoints": tmp_path, **saves, **FEW, "include": ("proj",), "exclude": ("lm_head",)}
     expected = proxsparse.prune_(tiny_model("llama"), "proxsparse", TEXTS, tokenizer, **FEW)
     calls, step = iter(range(100)), loop.train_step
 
