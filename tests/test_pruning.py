@@ -6,6 +6,7 @@ import os
 import signal
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -348,9 +349,9 @@ def test_of_a_generator_without_end_the_first_documents_are_measured(model, toke
 def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
     before = copy_weights(model)
     masks = proxsparse.prune_(model, "wanda", TEXTS, tokenizer, **FEW)
-    proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
+    proxsparse.save_masks(tmp_path / "masks.safetensors", MappingProxyType(masks))
     again = tiny_model("llama")
-    proxsparse.apply_masks_(again, proxsparse.load_masks(str(tmp_path / "masks.safetensors")))
+    proxsparse.apply_masks_(again, MappingProxyType(proxsparse.load_masks(str(tmp_path / "masks.safetensors"))))
     assert_pruned(again, masks, before)
     proxsparse.sparsify_(again, bits=8).save_pretrained(tmp_path / "packed")
     assert (tmp_path / "packed" / "model.safetensors").exists()

@@ -253,6 +253,10 @@ REFUSALS = {
     ),
     "perplexity": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, seq_len=1), "seq_len 1: must be at least 2"),
     "no masks": (saves({}), "masks={}: no layer"),
+    **{
+        f"no pattern of a layer, {pattern}": (saves({"a": HALF}, pattern), "pattern: none of layer a; add it")
+        for pattern in ({}, {"b": "2:4"}, {"a": None})
+    },
     "masks": (
         saves({"a": torch.ones(1, 4, dtype=torch.bool)}),
         "masks: layer a does not keep n:m in all blocks, for any n:m; leave it out",
