@@ -386,14 +386,6 @@ def test_the_pattern_of_a_mask_is_found(pattern, in_features, tmp_path):
     assert str(recorded_masks(tmp_path)[0]["a"]) == pattern
 
 
-@pytest.mark.parametrize(("row", "pattern"), [("1010", "2:4"), ("100100", "2:6")])
-def test_a_regular_mask_has_the_pattern_of_the_other_layers(row, pattern, tmp_path):
-    regular = torch.tensor([[digit == "1" for digit in row * 24]] * 64)
-    masks = {"a": proxsparse.nm_mask(torch.rand(regular.shape), pattern), "b": regular}
-    proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
-    assert {str(found) for found in recorded_masks(tmp_path)[0].values()} == {pattern}
-
-
 def test_a_class_without_a_file_is_pruned(model):
     """As of a notebook: its code cannot be read, that of its base class can."""
     scope = {"base": type(model), "__name__": "builtins"}
