@@ -178,7 +178,13 @@ def pattern_of_counts(what: str, counts: dict[NMPattern, list[int]], in_features
 
 
 def pattern_of_mask(mask: torch.Tensor) -> NMPattern | None:
-    """The pattern with the smallest blocks that a mask [out_features, in_features] keeps exactly; None: none."""
+    """The pattern that a mask [out_features, in_features] keeps exactly; None: none.
+
+    It is the `clear_pattern`, as other layers may need it (1010 is 2:4); else that with the smallest blocks.
+    """
+    clear = clear_pattern(block_counts(mask), mask.shape[-1])
+    if clear and clear.is_mask(mask):
+        return clear
     for m in range(2, MAX_M + 1):
         n = int(mask[:1, :m].sum())
         if 0 < n < m and NMPattern(n, m).is_mask(mask):

@@ -310,6 +310,7 @@ def saved_progress(
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"checkpoints={str(folder)!r}: cannot be created ({error.strerror}); give a folder") from error
+    identity = {name: list(value) if isinstance(value, tuple) else value for name, value in identity.items()}  # as JSON
     return Checkpoints(Path(folder), identity | {"digest": digest_of(model, arrays_of(batches))})
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from proxsparse import NMPattern
+from proxsparse.patterns import pattern_of_mask
 
 
 @pytest.mark.parametrize(("text", "n", "m"), [("2:4", 2, 4), (" 1 : 4 ", 1, 4), ("63:64", 63, 64)])
@@ -85,3 +86,9 @@ def test_counting_takes_a_byte_a_weight():
         assert not NMPattern(2, 4).is_feasible(weight)
     largest = max(event.self_cpu_memory_usage for event in profile.key_averages())
     assert 0 < largest <= weight.numel()
+
+
+@pytest.mark.parametrize(("row", "pattern"), [("1010", "2:4"), ("100100", "2:6")])
+def test_a_regular_mask_has_the_pattern_of_the_other_layers(row, pattern):
+    mask = torch.tensor([[digit == "1" for digit in row * 24]] * 64)
+    assert str(pattern_of_mask(mask)) == pattern

@@ -6,6 +6,7 @@ import os
 import signal
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ FORMS = {
     "tokenizer output": byte_tokenizer()(TEXTS, padding=True, return_tensors="pt"),
     "arrays": [ids.numpy() for ids in TOKENS],
     "blank rows": [{"input_ids": []}, {"input_ids": [5]}, *({"input_ids": ids.tolist()} for ids in TOKENS)],
+    "float mask": [{"input_ids": ids, "attention_mask": torch.ones(32)} for ids in TOKENS],
+    "positions": [{"input_ids": torch.stack(TOKENS), "position_ids": torch.arange(32)[None]}],
     "loader": DataLoader(TensorDataset(torch.stack(TOKENS)), batch_size=2),
     "loader of dicts": DataLoader([{"input_ids": ids} for ids in TOKENS], batch_size=2),
 }
@@ -73,10 +76,17 @@ def test_data_in_all_forms(data, model, tokenizer):
     assert proxsparse.perplexity(model, tokenizer, data, seq_len=16, max_windows=2) > 1
 
 
+@pytest.mark.parametrize("labels", [[0.5] * 32, [1], [999] * 32], ids=["scores", "class", "other tokens"])
+def test_perplexity_does_not_use_labels(labels, model, tokenizer):
+    data = [{"input_ids": ids, "labels": labels} for ids in TOKENS]
+    expected, measured = (proxsparse.perplexity(model, tokenizer, each, seq_len=16) for each in (TOKENS, data))
+    assert measured == expected
+
+
 def test_equal_tokens_in_different_forms_give_equal_masks(tokenizer):
     masks = [
         proxsparse.prune_(tiny_model("llama"), "wanda", FORMS[form], tokenizer, **FEW)
-        for form in ("tensors", "dicts", "lists", "arrays", "blank rows", "loader", "loader of dicts")
+        for form in FORMS.keys() - {"source", "texts", "rows", "tokenizer output"}
     ]
     assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
 
@@ -92,6 +102,7 @@ def test_padding_on_either_side_and_rows_of_padding_change_nothing(method, token
             place = slice(32 - len(row), None) if left else slice(len(row))
             ids[number, place], mask[number, place] = row, 1
         batch = {"input_ids": ids, "attention_mask": mask}
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp(0)  # or arange, as above
         results.append(proxsparse.prune_(tiny_model("llama"), method, [batch], seq_len=16))
     assert all(torch.equal(mask, results[1][name]) for name, mask in results[0].items())
 
@@ -199,7 +210,7 @@ def test_ctrl_c_works_after_an_error(model, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("saves", [{"save_steps": 1}, {"save_minutes": 1e-9}])
 def test_checkpoints_resume_the_same_call(saves, model, tokenizer, tmp_path, monkeypatch):
-    options = {"checkpoints": tmp_path, **saves, **FEW}
+    options = {"checkpoints": tmp_path, **saves, **FEW, "include": ("proj",), "exclude": ("lm_head",)}
     expected = proxsparse.prune_(tiny_model("llama"), "proxsparse", TEXTS, tokenizer, **FEW)
     calls, step = iter(range(100)), loop.train_step
 
@@ -338,9 +349,9 @@ def test_of_a_generator_without_end_the_first_documents_are_measured(model, toke
 def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
     before = copy_weights(model)
     masks = proxsparse.prune_(model, "wanda", TEXTS, tokenizer, **FEW)
-    proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
+    proxsparse.save_masks(tmp_path / "masks.safetensors", MappingProxyType(masks))
     again = tiny_model("llama")
-    proxsparse.apply_masks_(again, proxsparse.load_masks(str(tmp_path / "masks.safetensors")))
+    proxsparse.apply_masks_(again, MappingProxyType(proxsparse.load_masks(str(tmp_path / "masks.safetensors"))))
     assert_pruned(again, masks, before)
     proxsparse.sparsify_(again, bits=8).save_pretrained(tmp_path / "packed")
     assert (tmp_path / "packed" / "model.safetensors").exists()

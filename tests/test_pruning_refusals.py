@@ -79,9 +79,9 @@ def learns(model):
 HALF = (torch.arange(8) % 4 < 2)[None]
 
 
-def splits():
+def splits(*names):
     datasets = pytest.importorskip("datasets")
-    return datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["b"]})})
+    return datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": ["b"]}) for name in names})
 
 
 @torch.inference_mode()
@@ -104,28 +104,41 @@ REFUSALS = {
         "attention_mask is [1, 3], input_ids are [1, 32]",
     ),
     **{
-        f"floats as {name}": (
+        f"{value} as {name}": (
             prunes("wanda", [{"input_ids": TOKENS[0], name: torch.full((32,), value)}], tokenizer=False),
-            f"data: {name} are torch.{kind} [32]; they must be integers",
+            f"data: {name} {message}, [T] or [B, T]",
         )
-        for name, value, kind in (
-            ("attention_mask", -1e9, "float32"),
-            ("labels", 0.5, "float32"),
-            ("labels", True, "bool"),
+        for name, value, message in (
+            ("attention_mask", -1e9, "is torch.float32 [32]; must be 0 or 1"),
+            ("attention_mask", 2, "is torch.int64 [32]; must be 0 or 1"),
+            ("labels", 0.5, "are torch.float32 [32]; must be integers"),
+            ("labels", True, "are torch.bool [32]; must be integers"),
         )
     },
-    "splits": (
-        lambda m, t: prunes("wanda", splits())(m, t),
-        "data: a DatasetDict; give one of its splits, such as data['a']",
-    ),
+    **{
+        f"splits {names}": (
+            lambda m, t, names=names: prunes("wanda", splits(*names))(m, t),
+            f"data: a DatasetDict; give one of its splits, such as data['{shown}']",
+        )
+        for names, shown in ((["a"], "a"), ([], "train"))
+    },
     "texts in a loader": (
         prunes("wanda", DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)),
         "data: a dict with text, without input_ids",
     ),
-    "positions": (
-        prunes("wanda", [{"input_ids": TOKENS[0], "position_ids": TOKENS[0]}], tokenizer=False),
-        "data: a dict with position_ids, which would be ignored",
-    ),
+    "chat": (prunes("wanda", [{"text": [{"role": "user", "content": "a"}]}]), "'user'}] is not text; a row is"),
+    **{
+        f"positions of {what}": (
+            prunes("wanda", [{"input_ids": torch.stack(TOKENS[:2]), "position_ids": positions}], tokenizer=False),
+            "data: position_ids that do not count the tokens of each sample from 0 would be",
+        )
+        for what, positions in {
+            "packed samples": torch.arange(16).repeat(2, 2),
+            "a cache": torch.arange(32) + 32,
+            "fewer tokens": torch.arange(31),
+            "more samples": torch.arange(32).repeat(3, 1),
+        }.items()
+    },
     "one token": (prunes("proxsparse", [torch.tensor([5])]), "data: no sample has a token to predict"),
     "long tokens": (
         prunes("wanda", [torch.ones(200).long()]),
@@ -240,6 +253,10 @@ REFUSALS = {
     ),
     "perplexity": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, seq_len=1), "seq_len 1: must be at least 2"),
     "no masks": (saves({}), "masks={}: no layer"),
+    **{
+        f"no pattern of a layer, {pattern}": (saves({"a": HALF}, pattern), "pattern: none of layer a; add it")
+        for pattern in ({}, {"b": "2:4"}, {"a": None})
+    },
     "masks": (
         saves({"a": torch.ones(1, 4, dtype=torch.bool)}),
         "masks: layer a does not keep n:m in all blocks, for any n:m; leave it out",

@@ -17,8 +17,9 @@ from proxsparse.runtime.distributed import on_rank_zero
 
 FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
-    "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two, not of texts"
+    "tensors, a list of dicts with input_ids, or a DataLoader of token tensors or of dicts with input_ids"
 )
+TOKEN_FIELDS = ("input_ids", "attention_mask", "position_ids")
 
 
 def read_batches(
@@ -103,7 +104,7 @@ def read_tokens(
     if are_texts:
         limit = None if isinstance(data, list | tuple) else FIRST_DOCUMENTS
         return evaluation_tokens("\n\n".join(islice(items, limit)), tokenizer)
-    batches = [as_batch(item, model, None) for item in items]
+    batches = [as_batch(item, model, None, TOKEN_FIELDS) for item in items]
     return torch.cat([batch["input_ids"][batch["attention_mask"] != 0] for batch in batches])
 
 
@@ -118,7 +119,8 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
         text = f"data[{text_field!r}]"
         raise InputError(f"data: a {type(data).__name__} of columns; give that of the text, such as {text}")
     if isinstance(data, Mapping) and hasattr(data, "column_names"):
-        raise InputError(f"data: a {type(data).__name__}; give one of its splits, such as data[{next(iter(data))!r}]")
+        first = next(iter(data), "train")
+        raise InputError(f"data: a {type(data).__name__}; give one of its splits, such as data[{first!r}]")
     if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
         raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
     items = iter([data] if isinstance(data, Mapping) else data)  # one batch, such as the output of a tokenizer
@@ -128,7 +130,9 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
         raise InputError(f"data: it is empty; {FORMS}") from None
     items = chain([first], items)
     has_text = isinstance(first, Mapping) and "input_ids" not in first and text_field in first
-    has_text = has_text and not isinstance(first[text_field], list)  # as of a DataLoader of texts
+    column = first[text_field] if has_text else None
+    if isinstance(column, list) and all(isinstance(each, str) for each in column):  # of a DataLoader of texts
+        return items, False
     if not (isinstance(first, str) or has_text):
         return items, False
     if tokenizer is None:
@@ -136,32 +140,45 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
     return (text_of(item, "data", text_field) for item in items), True
 
 
-def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
-    """input_ids, attention_mask and, if given, labels, each int64 [B, T]. Raises InputError for other items."""
+def as_batch(
+    item: object, model: nn.Module, seq_len: int | None, names: tuple[str, ...] = (*TOKEN_FIELDS, "labels")
+) -> Batch:
+    """input_ids, attention_mask and, if in `names` and given, labels, each int64 [B, T].
+
+    Raises InputError for other items.
+    """
     if isinstance(item, list | tuple) and len(item) == 1 and isinstance(item[0], Tensor):
         item = item[0]  # of a DataLoader over a TensorDataset
     fields = item if isinstance(item, Mapping) else {"input_ids": item}
     if "input_ids" not in fields:
         raise InputError(f"data: a dict with {', '.join(map(str, fields)) or 'no entries'}, without input_ids; {FORMS}")
-    given = {name: fields[name] for name in ("input_ids", "attention_mask", "labels") if fields.get(name) is not None}
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
     try:
         found = {name: torch.as_tensor(value) for name, value in given.items()}
         ids = found["input_ids"]
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # KeyError: it is None
         kind = type(item).__name__
         raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
-    if fields.get("position_ids") is not None:
-        raise InputError("data: a dict with position_ids, which would be ignored; leave them out, or split the samples")
     for name, tensor in found.items():
-        whole = torch.can_cast(tensor.dtype, torch.int64) and (tensor.dtype != torch.bool or name == "attention_mask")
-        if (ids.numel() and not whole) or tensor.ndim not in (1, 2):  # [] is float
+        valid, rule = tensor.dtype != torch.bool and torch.can_cast(tensor.dtype, torch.int64), "must be integers"
+        verb = "are"
+        if name == "attention_mask":
+            valid, rule, verb = ((tensor == 0) | (tensor == 1)).all(), "must be 0 or 1", "is"
+        if (ids.numel() and not valid) or tensor.ndim not in (1, 2):  # [] is float
             what = f"{tensor.dtype} {list(tensor.shape)}"
-            raise InputError(f"data: {name} are {what}; they must be integers, [T] or [B, T]")
+            raise InputError(f"data: {name} {verb} {what}; {rule}, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    real, positions = batch["attention_mask"] != 0, batch.pop("position_ids", None)
     for name, tensor in batch.items():
         if tensor.shape != batch["input_ids"].shape:
             raise InputError(f"data: {name} is {list(tensor.shape)}, input_ids are {list(batch['input_ids'].shape)}")
+    if positions is not None:
+        whole = positions.shape in (real.shape, (1, real.shape[1]))
+        usual = torch.arange(real.shape[1]), real.cumsum(1) - 1  # whether padding on the left is counted or not
+        if not whole or all(((positions != each) & real).any() for each in usual):
+            remedy = "would be ignored; leave them out, or split the samples"
+            raise InputError(f"data: position_ids that do not count the tokens of each sample from 0 {remedy}")
     if seq_len is not None:
         real_first = (batch["attention_mask"] == 0).byte().argsort(dim=1, stable=True)  # padding may be on the left
         batch = {name: tensor.gather(1, real_first)[:, :seq_len] for name, tensor in batch.items()}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,8 @@ def unpack_mask(packed: Tensor, columns: int) -> Tensor:
 
 def save_masks(
     path: Path | str,
-    masks: dict[str, Tensor],
-    pattern: PatternLike | dict[str, PatternLike] | None = None,
+    masks: Mapping[str, Tensor],
+    pattern: PatternLike | Mapping[str, PatternLike] | None = None,
     base_model: str = "",
     base_revision: str = "",
     base_weights_sha256: str = "",
@@ -51,12 +52,12 @@ def save_masks(
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
-        pattern: one for all layers, or layer name -> pattern; without: the smallest that each mask keeps exactly.
+        pattern: one for all layers, or layer name -> pattern; None: that which each mask keeps exactly.
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
     Raises:
-        InputError: there is no mask, or one is not a bool matrix or does not keep exactly n of every m weights; there
-            is no such directory.
+        InputError: there is no mask, or one is not a bool matrix, has no pattern or does not keep exactly n of every m
+            weights; there is no such directory.
     """
     from safetensors.torch import save_file
 
@@ -66,11 +67,14 @@ def save_masks(
     if Path(path).is_dir():
         raise InputError(f"{path}: a directory; give the name of a file in it")
     check_masks(masks)
-    given, patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern), {}
+    given, patterns = pattern if isinstance(pattern, Mapping) else dict.fromkeys(masks, pattern), {}
     for name, mask in masks.items():
-        found = pattern_of_mask(mask) if given.get(name) is None else NMPattern.parse(given[name])
-        if found is None:
+        found = pattern_of_mask(mask) if pattern is None else given.get(name)
+        if found is None and pattern is None:
             raise InputError(f"masks: layer {name} does not keep n:m in all blocks, for any n:m; leave it out")
+        if found is None:
+            raise InputError(f"pattern: none of layer {name}; add it, or give pattern=None to find those of all layers")
+        found = NMPattern.parse(found)
         if not found.is_mask(mask):
             raise InputError(f"masks: layer {name} does not keep {found} in all blocks; give its pattern")
         patterns[name] = str(found)
@@ -88,10 +92,10 @@ def save_masks(
         save_file({name: pack_mask(mask) for name, mask in masks.items()}, temporary, metadata)
 
 
-def check_masks(masks: dict[str, Tensor]) -> None:
+def check_masks(masks: Mapping[str, Tensor]) -> None:
     """Raises InputError unless they are bool matrices, and at least one."""
-    if not isinstance(masks, dict) or not masks:
-        what = "no layer" if masks == {} else "not a dict, layer name -> mask"
+    if not isinstance(masks, Mapping) or not masks:
+        what = "no layer" if isinstance(masks, Mapping) else "not a dict, layer name -> mask"
         raise InputError(f"masks={reprlib.repr(masks)}: {what}; give the masks of prune_ or load_masks")
     for name, mask in masks.items():
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
