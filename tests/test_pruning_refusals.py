@@ -98,7 +98,10 @@ REFUSALS = {
     "mixed": (prunes("wanda", ["a", 1]), "data: 1 is not text"),
     "no file": (prunes("wanda", "none.txt"), "'none.txt': no such file"),
     "no input_ids": (prunes("wanda", [{"ids": 1}], tokenizer=False), "a dict with ids, without input_ids"),
-    "floats": (prunes("wanda", [torch.rand(3)], tokenizer=False), "input_ids are torch.float32 [3]"),
+    "floats": (
+        prunes("wanda", [torch.rand(3)], tokenizer=False),
+        "data: input_ids, torch.float32 [3]: must be integers",
+    ),
     "mask": (
         prunes("wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3).int()}], tokenizer=False),
         "attention_mask is [1, 3], input_ids are [1, 32]",
@@ -106,13 +109,13 @@ REFUSALS = {
     **{
         f"{value} as {name}": (
             prunes("wanda", [{"input_ids": TOKENS[0], name: torch.full((32,), value)}], tokenizer=False),
-            f"data: {name} {message}, [T] or [B, T]",
+            f"data: {name}, {message}, [T] or [B, T]",
         )
         for name, value, message in (
-            ("attention_mask", -1e9, "is torch.float32 [32]; must be 0 or 1"),
-            ("attention_mask", 2, "is torch.int64 [32]; must be 0 or 1"),
-            ("labels", 0.5, "are torch.float32 [32]; must be integers"),
-            ("labels", True, "are torch.bool [32]; must be integers"),
+            ("attention_mask", -1e9, "torch.float32 [32]: must be 0 or 1"),
+            ("attention_mask", 2, "torch.int64 [32]: must be 0 or 1"),
+            ("labels", 0.5, "torch.float32 [32]: must be integers"),
+            ("labels", True, "torch.bool [32]: must be integers"),
         )
     },
     **{
@@ -130,7 +133,7 @@ REFUSALS = {
     **{
         f"positions of {what}": (
             prunes("wanda", [{"input_ids": torch.stack(TOKENS[:2]), "position_ids": positions}], tokenizer=False),
-            "data: position_ids that do not count the tokens of each sample from 0 would be",
+            "data: position_ids do not count the tokens of each sample from 0; leave them out",
         )
         for what, positions in {
             "packed samples": torch.arange(16).repeat(2, 2),

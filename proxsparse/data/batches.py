@@ -160,13 +160,11 @@ def as_batch(
         kind = type(item).__name__
         raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
     for name, tensor in found.items():
-        valid, rule = tensor.dtype != torch.bool and torch.can_cast(tensor.dtype, torch.int64), "must be integers"
-        verb = "are"
+        valid, rule = tensor.dtype != torch.bool and torch.can_cast(tensor.dtype, torch.int64), "integers"
         if name == "attention_mask":
-            valid, rule, verb = ((tensor == 0) | (tensor == 1)).all(), "must be 0 or 1", "is"
+            valid, rule = ((tensor == 0) | (tensor == 1)).all(), "0 or 1"
         if (ids.numel() and not valid) or tensor.ndim not in (1, 2):  # [] is float
-            what = f"{tensor.dtype} {list(tensor.shape)}"
-            raise InputError(f"data: {name} {verb} {what}; {rule}, [T] or [B, T]")
+            raise InputError(f"data: {name}, {tensor.dtype} {list(tensor.shape)}: must be {rule}, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     real, positions = batch["attention_mask"] != 0, batch.pop("position_ids", None)
@@ -177,8 +175,8 @@ def as_batch(
         whole = positions.shape in (real.shape, (1, real.shape[1]))
         usual = torch.arange(real.shape[1]), real.cumsum(1) - 1  # whether padding on the left is counted or not
         if not whole or all(((positions != each) & real).any() for each in usual):
-            remedy = "would be ignored; leave them out, or split the samples"
-            raise InputError(f"data: position_ids that do not count the tokens of each sample from 0 {remedy}")
+            remedy = "leave them out, or split the samples"
+            raise InputError(f"data: position_ids do not count the tokens of each sample from 0; {remedy}")
     if seq_len is not None:
         real_first = (batch["attention_mask"] == 0).byte().argsort(dim=1, stable=True)  # padding may be on the left
         batch = {name: tensor.gather(1, real_first)[:, :seq_len] for name, tensor in batch.items()}

@@ -1,5 +1,6 @@
 """Compares the tensors in the files of a checkpoint with what `from_pretrained` needs, without reading weights."""
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -130,12 +131,14 @@ def refuse_codes(headers: dict[str, Header], model: nn.Module, block: Iterable[i
     block: (rows, columns), the weight_block_size of an FP8 checkpoint; None: nothing is scaled. transformers takes
     size // (number of scales) for the size of a block, which is wrong if there is a remainder.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     codes = sorted(name for name, header in headers.items() if header.dtype not in SAFETENSORS_FLOATS)
-    needed = model.state_dict()
+    needed, sources = model.state_dict(), [step.source_patterns for step in get_model_conversion_mapping(model)]
+    scaled = [patterns[0] for patterns in sources if any("scale" in each for each in patterns[1:])]  # by its conversion
     for name, inside in model_names(codes, model)[0].items():
         header, stem = headers[name], name.removesuffix(".weight")
-        fused = not name.endswith(".weight") and f"{name}_scale" in headers  # experts, which their converter scales
-        if fused or not needed[inside].is_floating_point():
+        if any(re.search(each, name) for each in scaled) or not needed[inside].is_floating_point():
             continue
         scales = headers.keys() & {f"{name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"}
         if block is None or not scales:

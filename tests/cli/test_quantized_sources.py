@@ -2,11 +2,14 @@
 
 import json
 import re
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from commands import pruned, result_of
-from family_models import save_family
+from family_models import FAMILIES, save_family
 from pruned import tensors_of
 from safetensors.torch import load_file
 from saved_models import loaded, rewrite
@@ -15,8 +18,9 @@ from tiny_models import save_tiny_model
 from proxsparse import apply, pack
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import load_masks
-from proxsparse.io.model_files import refuse_quantized
+from proxsparse.io.model_files import Header, refuse_quantized
 from proxsparse.models.loading import load_model
+from proxsparse.models.matching import model_names, refuse_codes
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
@@ -110,6 +114,21 @@ def test_codes_that_would_be_taken_as_weights_are_refused(model, form, entry, wo
     if entry is None:
         with pytest.raises(InputError, match=words):
             pack.main([str(source), "--output_dir", str(tmp_path / "packed")])
+
+
+@pytest.mark.parametrize(("name", "scales"), [("inkling2_loop_text", True), ("inkling2_text", False)])
+def test_codes_that_a_conversion_of_transformers_scales_are_accepted(name, scales):
+    """Experts in 4 bits: those of the first are dequantized with their scale, those of the second stay codes."""
+    if name not in FAMILIES:
+        pytest.skip(f"this transformers has no {name}")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name))
+    inside = next(key for key in model.state_dict() if key.endswith("experts.gate_up_proj"))
+    stored = inside.replace("model.layers", "model.llm.layers").replace("gate_up_proj", "w13_weight")
+    headers = {stored: Header(Path("file"), "U8", (4, 64, 64))}
+    assert model_names([stored], model)[0] == {stored: inside}
+    with nullcontext() if scales else pytest.raises(InputError, match="w13_weight is U8, not a dense float"):
+        refuse_codes(headers, model)
 
 
 NOT_DENSE = [
