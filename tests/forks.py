@@ -6,11 +6,15 @@
         codes = forks.run([...], before=("proxsparse.io.checkpoints.clear", 2, "fill", "/disk"))  # another of EVENTS
         codes = forks.run([...], main="trainer_processes.main")   # another function of a list of texts
 
-A fork of pytest itself would inherit thread pools without their threads.
+    pid = forks.start([...], "live_server.serve", output)             # and goes on
+    code = forks.wait(pid)
+
+A fork of pytest itself would inherit thread pools without their threads, and locks that these hold.
 """
 
 import contextlib
 import errno
+import faulthandler
 import importlib
 import itertools
 import json
@@ -22,12 +26,14 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+LIMIT = 600  # seconds of a process: then it writes where its threads are to its output, and ends with 1
+
 
 class Forks:
     """The process that forks; `run` asks it."""
 
     def __enter__(self) -> "Forks":
-        paths = [*sys.path, str(Path(__file__).with_name("optim"))]
+        paths = [*sys.path, *(str(Path(__file__).with_name(name)) for name in ("optim", "cli"))]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.server = subprocess.Popen([sys.executable, __file__], text=True, env=environment, **pipes)
@@ -40,13 +46,24 @@ class Forks:
     def run(self, arguments: list, processes: int = 1, nodes: int = 1, output: Path | None = None, **how) -> list[int]:
         """The exit codes, -9 for one that was killed; what the processes print goes to the file `output`."""
         job = {"main": "proxsparse.train.main", "arguments": list(map(str, arguments))} | how
-        job |= {"processes": processes, "nodes": nodes}
-        print(json.dumps(job | {"output": str(output or os.devnull)}), file=self.server.stdin, flush=True)
+        return self.call("run", processes=processes, nodes=nodes, output=str(output or os.devnull), **job)
+
+    def start(self, arguments: list, main: str, output: Path) -> int:
+        """The process id of one process that goes on."""
+        return self.call("start", arguments=list(map(str, arguments)), main=main, output=str(output))
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a process that was started, when it has ended."""
+        return self.call("wait", pid=pid)
+
+    def call(self, function: str, **arguments):
+        """What a function of FUNCTIONS returns there."""
+        print(json.dumps([function, arguments]), file=self.server.stdin, flush=True)
         return json.loads(self.server.stdout.readline())
 
 
 def serve() -> None:
-    """One job a line on stdin, its exit codes as a line on stdout."""
+    """One call a line on stdin, its result as a line on stdout."""
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401 what a run imports late, imported once
 
@@ -56,27 +73,61 @@ def serve() -> None:
     torch.set_num_threads(1)
     report.draw_plots = lambda rows, similarity: dict.fromkeys(report.PLOTS, b"a picture")  # half of the time of a run
     for line in sys.stdin:
-        print(json.dumps(run_job(**json.loads(line))), flush=True)
+        function, arguments = json.loads(line)
+        print(json.dumps(FUNCTIONS[function](**arguments)), flush=True)
 
 
-def run_job(processes: int, nodes: int, **job) -> list[int]:
+def run(processes: int, nodes: int, **job) -> list[int]:
+    if processes == 1:
+        return [wait(start(**job))]
+    store, port = start_store()
+    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // nodes, "TORCHELASTIC_USE_AGENT_STORE": True}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pids = [start({"RANK": rank, "LOCAL_RANK": rank} | world, **job) for rank in range(processes)]
+    codes = [wait(pid) for pid in pids]
+    os.kill(store, signal.SIGKILL)
+    wait(store)
+    return codes
+
+
+def start_store() -> tuple[int, int]:
+    """The id and the port of a process that holds a store, as torchrun does.
+
+    The threads of a store take a lock of the C library for each connection, and a fork would inherit the lock.
+    """
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the one of torchrun
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        while True:
+            signal.pause()
+    port = int(os.read(reading, 9))
+    os.close(reading)
+    os.close(writing)
+    return pid, port
+
+
+def start(environment: dict | None = None, **job) -> int:
     importlib.import_module(job["main"].rpartition(".")[0])  # here, where the next job finds it too
-    pids = []
-    for rank in range(processes):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            start = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // nodes}
-            start |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-            os.environ |= {name: str(value) for name, value in start.items()} if processes > 1 else {}
-            child(**job)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if (pid := os.fork()) == 0:
+        os.environ |= {name: str(value) for name, value in (environment or {}).items()}
+        child(**job)
+    return pid
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+FUNCTIONS = {"run": run, "start": start, "wait": wait}
 
 
 def child(arguments, main, output, before=None, at_rename=None, in_thread=False, folders=None) -> None:
     """The run itself; never returns."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -3,17 +3,17 @@
 import contextlib
 import http.client
 import json
-import logging
 import os
 import re
 import signal
-import sys
 import time
 
 import openai
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from proxsparse import serve
-from proxsparse.errors import INTERRUPTED, run_command
+from proxsparse.errors import INTERRUPTED
+from proxsparse.integrations import transformers_batches
 from proxsparse.models.loading import load_model
 
 TOKENS = 8  # of an answer
@@ -46,30 +46,43 @@ def client_of(address: str):
 
 
 @contextlib.contextmanager
-def serving(log, *arguments, traceback=None):
-    """A client of a server in a forked process, which SIGINT ends.
+def serving(forks, log, *arguments, main="proxsparse.serve.main", traceback=None):
+    """A client of a server in a process of its own, which SIGINT ends.
 
     Its log must have no traceback, except one after the words `traceback`.
     """
     log.touch()
-    if (child := os.fork()) == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-            logging.raiseExceptions = False  # handlers that earlier tests left write to files that are closed
-            with log.open("w", buffering=1) as file:
-                sys.stdout = sys.stderr = file
-                code = run_command(lambda: serve.main([*map(str, arguments), "--port", "0"]))
-        finally:
-            os._exit(code)
+    process = forks.start([*arguments, "--port", "0"], main, log)
     try:
-        yield client_of(address_in(log, lambda: os.waitpid(child, os.WNOHANG) == (0, 0)))
+        yield client_of(address_in(log, lambda: "error: " not in log.read_text()))
     finally:
-        os.kill(child, signal.SIGINT)
-        status = os.waitpid(child, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == INTERRUPTED, log.read_text()
+        os.kill(process, signal.SIGINT)
+        code = forks.wait(process)
+    assert code == INTERRUPTED, log.read_text()
     assert "interrupted" in log.read_text()
     assert "Traceback" not in log.read_text() or (traceback and traceback in log.read_text())
+
+
+def serve_short_passes(arguments: list[str]) -> int:
+    """A server whose passes have at most 32 tokens."""
+    transformers_batches.BATCH_TOKENS = 32
+    return serve.main(arguments)
+
+
+def serve_until_it_fails(arguments: list[str]) -> int:
+    """A server whose thread is ended by a prompt of three tokens, after the client has got its error."""
+    choose, record = transformers_batches.Choices.__call__, BackgroundThreadStatus.record_fatal_error
+
+    def die(self, _ids, scores, arguments):
+        assert all(len(state.initial_tokens) != 3 for state in self.states)
+        return choose(self, _ids, scores, arguments)
+
+    def record_later(self, error):
+        time.sleep(2)
+        record(self, error)
+
+    transformers_batches.Choices.__call__, BackgroundThreadStatus.record_fatal_error = die, record_later
+    return serve.main(arguments)
 
 
 def ask(client, prompt: str, **more) -> str:

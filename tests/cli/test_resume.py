@@ -3,8 +3,11 @@
 import functools
 import itertools
 import json
+import os
+import random
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -146,6 +149,29 @@ def test_killed_at_every_rename(run, arguments_of, undisturbed, command_in_child
     assert outcome(tmp_path / "run") == undisturbed(run)
     code, stderr = command_in_child(main, arguments)
     assert code == 0
+    assert outcome(tmp_path / "run") == undisturbed(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", QUICK_RUNS)
+def test_killed_at_twenty_random_moments(run, arguments_of, undisturbed, forks, tmp_path):
+    """A run that gets through between two kills starts again in an empty folder."""
+    main, arguments = arguments_of(run, tmp_path / "run", *RESUME)
+    start, kills = time.monotonic(), 0
+    assert forks.run(arguments, main=f"{main.__module__}.main") == [0]
+    seconds = time.monotonic() - start
+    while kills < 20:
+        if (tmp_path / "run" / "result.json").exists():
+            assert forks.run(arguments, main=f"{main.__module__}.main") == [0]
+            assert outcome(tmp_path / "run") == undisturbed(run)
+            shutil.rmtree(tmp_path / "run")
+        process = forks.start(arguments, f"{main.__module__}.main", tmp_path / "printed")
+        time.sleep(random.uniform(0, seconds))
+        os.kill(process, signal.SIGKILL)
+        code = forks.wait(process)
+        assert code in (0, -signal.SIGKILL), (tmp_path / "printed").read_text()
+        kills += code != 0
+    assert forks.run(arguments, main=f"{main.__module__}.main") == [0]
     assert outcome(tmp_path / "run") == undisturbed(run)
 
 

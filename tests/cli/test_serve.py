@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from commands import refused
 from tiny_models import save_tiny_model, tiny_model
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from proxsparse import serve
 from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED
@@ -48,12 +46,11 @@ def expected(folders):
 
 
 @pytest.fixture(scope="module")
-def server(folders, tmp_path_factory):
+def server(forks, folders, tmp_path_factory):
     """A client of a server of the packed folder; a pass has at most 32 tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers_batches, "BATCH_TOKENS", 32)
-        with serving(tmp_path_factory.mktemp("log") / "log", folders[1]) as client:
-            yield client
+    log = tmp_path_factory.mktemp("log") / "log"
+    with serving(forks, log, folders[1], main="live_server.serve_short_passes") as client:
+        yield client
 
 
 def test_answers_are_those_of_generate(server, expected):
@@ -121,7 +118,7 @@ def test_other_bad_requests(server):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_served_also_after_a_failure(folders, expected, tmp_path, capsys, monkeypatch):
+def test_an_adapter_is_served_also_after_a_failure(forks, folders, expected, tmp_path, capsys):
     peft = pytest.importorskip("peft")
     model, tokenizer = load_model(str(folders[0]))
     torch.manual_seed(0)
@@ -131,22 +128,8 @@ def test_an_adapter_is_served_also_after_a_failure(folders, expected, tmp_path, 
     ids = tokenizer("hello", return_tensors="pt")
     answer = tokenizer.decode(adapted.generate(**ids, max_new_tokens=TOKENS, do_sample=False)[0, 5:])
     assert answer != expected("hello")
-    choose = transformers_batches.Choices.__call__
-
-    def die(self, _ids, scores, arguments):
-        assert all(len(state.initial_tokens) != len("die") for state in self.states)
-        return choose(self, _ids, scores, arguments)
-
-    record = BackgroundThreadStatus.record_fatal_error
-
-    def record_later(self, error):  # the thread ends after the client has got its error
-        time.sleep(2)
-        record(self, error)
-
-    monkeypatch.setattr(BackgroundThreadStatus, "record_fatal_error", record_later)
-    monkeypatch.setattr(transformers_batches.Choices, "__call__", die)
-    flags = ["--adapter", tmp_path / "adapter"]
-    with serving(tmp_path / "log", folders[1], *flags, traceback="in generation loop") as client:
+    flags = {"main": "live_server.serve_until_it_fails", "traceback": "in generation loop"}
+    with serving(forks, tmp_path / "log", folders[1], "--adapter", tmp_path / "adapter", **flags) as client:
         assert ask(client, "hello") == answer
         assert send(client, "POST", "/reset", {})[0] == 404
         with pytest.raises(openai.InternalServerError):

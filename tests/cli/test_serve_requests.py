@@ -40,9 +40,9 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folders, tmp_path_factory):
+def server(forks, folders, tmp_path_factory):
     """A client of a server that a web page may use."""
-    with serving(tmp_path_factory.mktemp("log") / "log", folders[1], "--allow_origin", PAGE) as client:
+    with serving(forks, tmp_path_factory.mktemp("log") / "log", folders[1], "--allow_origin", PAGE) as client:
         yield client
 
 
