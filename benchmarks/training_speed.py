@@ -1,10 +1,11 @@
-"""Measures mask learning: tokens/s, seconds per step and peak memory, compared with `--plan`.
+"""Measures mask learning: tokens/s, seconds per step and peak memory, compared with `--plan` and with fine-tuning.
 
     python benchmarks/training_speed.py                            # a 7B shape on one GPU
     python benchmarks/training_speed.py --model tiny --steps 3     # a rehearsal; --flags: of `proxsparse train`
 
-The weights are random and created on the device; the rest is the method that `proxsparse train` runs. The peak is that
-of all tensors, without the CUDA context of the plan; on a CPU it is that of the whole process.
+The weights of a shape are random and created on the device; the tokens are random; the rest is the method that
+`proxsparse train` runs. The peak is that of all tensors, without the CUDA context of the plan; on a CPU it is that of
+the whole process. The case "AdamW" fine-tunes all weights of the model with torch.optim.AdamW.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import gc
 import statistics
 import sys
 import tempfile
+import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from torch import nn
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods import get_method
 from proxsparse.models.layers import decoder_blocks, prunable_layers
+from proxsparse.models.loading import load_model
 from proxsparse.patterns import NMPattern
 from proxsparse.run.args import RunArgs
 from proxsparse.run.memory import Plan
@@ -30,12 +34,16 @@ from proxsparse.run.parse import parse_train
 from proxsparse.run.report import read_metrics
 from proxsparse.runtime.device import autocast, choose_precision, peak_memory_bytes
 from proxsparse.runtime.sharding import shard_and_move_
+from proxsparse.training.compiled import compiled_blocks
 
 PAPER = "--recipe llama-2-7b --eval_data none --scaling_samples 8"  # bf16, 4,096 tokens, gradient checkpointing
 CASES = {
     "paper": "--gradient_checkpointing false",
     "paper, checkpointing": "",
     "masked, checkpointing": "--objective masked --reg_lambda_rel 0.002",
+    "masked": "--objective masked --reg_lambda_rel 0.002 --gradient_checkpointing false",
+    "masked, distill": "--objective masked --reg_lambda_rel 0.002 --gradient_checkpointing false --distill 0.5",
+    "AdamW": "--gradient_checkpointing false",
 }
 COLUMNS = {
     "case": "{case}",
@@ -55,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in args.cases:
         flags = [*PAPER.split(), *CASES[name].split(), *args.flags.split(), "--device", str(device)]
         try:
-            row = measure(args.model, flags, device, args.steps)
+            row = measure(args.model, flags, device, args.steps, masks=name != "AdamW")
         except torch.OutOfMemoryError as error:
             row = {"note": str(error).partition(".")[0]}
         gc.collect()
@@ -67,20 +75,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--model", default="llama-2-7b", choices=KINDS, metavar="NAME", help=", ".join(KINDS))
+    shapes = f"a shape with random weights ({', '.join(KINDS)}), or a model"
+    parser.add_argument("--model", default="llama-2-7b", metavar="NAME", help=shapes)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps; the first two are not timed")
     parser.add_argument("--flags", default="", help="more flags of `proxsparse train`, for every case")
     return parser.parse_args(arguments)
 
 
-def measure(name: str, flags: list[str], device: torch.device, steps: int) -> dict[str, object]:
-    """Learns for so many steps. Raises torch.OutOfMemoryError where the device is too small."""
+def measure(name: str, flags: list[str], device: torch.device, steps: int, masks: bool) -> dict[str, object]:
+    """Learns masks, or all weights, for so many steps. Raises torch.OutOfMemoryError where the device is too small."""
     dtype, compute_dtype = choose_precision(parse_train(flags).hardware.precision, device)
-    model = random_model(name, None, dtype, device, sparse=False)
-    for module in decoder_blocks(model).modules():
-        if isinstance(module, nn.Linear):
-            module.weight.normal_(0, 0.02)  # the random model is 2:4
+    if name in KINDS:
+        model = random_model(name, None, dtype, device, sparse=False)
+        for module in decoder_blocks(model).modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0, 0.02)  # the random model is 2:4
+    else:
+        model = load_model(name, dtype)[0].to(device)
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         run = parse_train([*flags, "--model", folder, "--max_steps", str(steps)])
@@ -95,14 +107,33 @@ def measure(name: str, flags: list[str], device: torch.device, steps: int) -> di
         patterns, batches = dict.fromkeys(layers, NMPattern.parse(run.model.pattern)), documents(model, run)
         checkpoints = Checkpoints(Path(folder), {})
         with autocast(device, compute_dtype):
-            pruned = method.prune(model, layers, batches, patterns, checkpoints, pretrained, **run.options_of(method))
-        pruned.stop.restore()
-        metrics = read_metrics(Path(folder))
+            if masks:
+                options = run.options_of(method)
+                method.prune(model, layers, batches, patterns, checkpoints, pretrained, **options).stop.restore()
+                metrics = read_metrics(Path(folder))
+            else:
+                metrics = fine_tune(model, batches, compile=run.options.compile)
     seconds = statistics.median(after["seconds"] - before["seconds"] for before, after in pairwise(metrics[1:]))
     tokens = run.data.seq_len * run.options.per_device_train_batch_size
     figures = {"planned_bytes": sum(items.values()), "items": items, "peak_bytes": peak_memory_bytes(device)}
     figures |= {"step_seconds": seconds, "tokens_per_s": tokens / seconds}
     return figures | {"losses": [row["loss"] for row in metrics]}
+
+
+def fine_tune(model: nn.Module, batches: list[dict[str, torch.Tensor]], compile: bool) -> list[dict[str, float]]:
+    """A step for each batch, for all weights of the model; the rows have what metrics.jsonl has."""
+    optimizer = torch.optim.AdamW(model.train().requires_grad_(True).parameters())
+    rows, start = [], time.monotonic()
+    with compiled_blocks(model) if compile else nullcontext():
+        for batch in batches:
+            batch = {key: value.to(model.device) for key, value in batch.items()}
+            loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            rows.append({"loss": loss.item(), "seconds": time.monotonic() - start})
+    return rows
 
 
 def documents(model: nn.Module, run: RunArgs) -> list[dict[str, torch.Tensor]]:

@@ -213,17 +213,17 @@ def solve_apart(u, M: tl.constexpr):
 
 @triton.jit
 def solve_wide(u, M: tl.constexpr, HALF: tl.constexpr):
-    """The prox of blocks u. Up to a rate of 1/2, coordinate descent is known to converge at it."""
-    largest = u[0]
+    """The prox of blocks u. Up to a rate of 1/2, coordinate descent is known to converge at it (docs/solver.md)."""
+    total = u[0]
     for i in tl.static_range(1, M):
-        largest = tl.maximum(largest, u[i])
-    largest = tl.max(largest)
-    rate = (M - 1) * (M - 2) * largest
+        total += u[i]
+    mean = tl.max(total) / (M - 1)
+    rate = (M - 1) * (M - 2) * mean
     for _power in tl.static_range(M - 4):
-        rate *= largest
+        rate *= mean
     if rate <= 0.5:
         error = rate
-        needed = (M - 2) * (1e-16 if largest.dtype == tl.float64 else 3e-5 if HALF else 1e-7)
+        needed = (M - 2) * (1e-16 if mean.dtype == tl.float64 else 3e-5 if HALF else 1e-7)
         x, _reg = sweep_wide(u, u, M)
         error *= rate
         while error > needed:

@@ -196,13 +196,29 @@ __attribute__((noinline)) void solve_unusual(const WideBlock<Vec<T, N>, m>& v, d
   }
 }
 
-// Up to here coordinate descent from u converges at the rate `rate`, (m-1)(m-2) u1^(m-3), at least: the sum of a row of
-// the Hessian beside the diagonal. After k sweeps the error is at most rate^(k+1) / (m-2) u1.
-template <int m, typename T>
-PROXSPARSE_INLINE T rate_wide(T largest) {
-  T rate = (m - 1) * (m - 2);
-  repeat<m - 3>([&](auto) PROXSPARSE_INLINED { rate *= largest; });
-  return rate;
+// The largest number of all positions and lanes. Bits have the order of the magnitudes, infinity and NaN above the others.
+template <typename V, int m>
+PROXSPARSE_INLINE auto largest_wide(const WideBlock<V, m>& block) {
+  using Bits = typename V::Bits;
+  Vec<Bits, sizeof(V) / sizeof(Bits)> most(0);
+  repeat<m>([&](auto i) PROXSPARSE_INLINED { most = larger(most, bits_as<Bits>(block.w[i])); });
+  return std::bit_cast<typename ScalarOf<V>::Type>(largest(most));
+}
+
+// Coordinate descent from x = u, which converges at `rate` = (m-1)(m-2) mean^(m-3) at least, up to 1/2; `mean` is the sum
+// of u divided by m-1. The error is at most rate^(k+1) / (m-2) mean after k sweeps, and at most 2 rate times what the
+// last sweep has moved. Stops where it is at most `tolerance` times the mean. docs/solver.md has the proof.
+template <typename V, int m, typename T>
+PROXSPARSE_INLINE void descend_wide(const WideBlock<V, m>& u, WideBlock<V, m>& x, V mean, V rate, T most, T tolerance) {
+  V moved;
+  T error = most;
+  do {
+    const WideBlock<V, m> old = x;
+    sweep_wide(u, x);
+    moved = V(0);
+    repeat<m>([&](auto i) PROXSPARSE_INLINED { moved = larger(moved, magnitude(x.w[i] - old.w[i])); });
+    error *= most;
+  } while (error > T(m - 2) * tolerance && lane_bits((rate * moved > mean * V(tolerance / 2)).lanes) != 0);
 }
 
 // The prox of N blocks in place; `scale` is that of their weights, or null.
@@ -219,20 +235,15 @@ PROXSPARSE_INLINE void prox_wide(typename Format::Storage* weight, const T* scal
     inverse = each([](V inverse, V c) PROXSPARSE_INLINED { return inverse / magnitude(c); }, inverse, c);
   }
   auto u = each([&](V v) PROXSPARSE_INLINED { return v * V(params.unit); }, v), x = u;
-  using Bits = Vec<typename V::Bits, N>;
-  Bits most(0);  // bits have the order of the magnitudes, with infinity and NaN above all numbers
-  repeat<m>([&](auto i) PROXSPARSE_INLINED { most = larger(most, bits_as<typename V::Bits>(u.w[i])); });
-  const T largest = std::bit_cast<T>(proxsparse::largest(most));
-  const T rate = rate_wide<m>(largest);
+  V mean = u.w[0], rate((m - 1) * (m - 2));
+  repeat<m - 1>([&](auto i) PROXSPARSE_INLINED { mean = mean + u.w[i + 1]; });
+  mean = mean * V(T(1) / T(m - 1));
+  repeat<m - 3>([&](auto) PROXSPARSE_INLINED { rate = rate * mean; });
+  const T most = largest_wide(WideBlock<V, 1>{rate});
   constexpr bool rounds = !std::is_same_v<Format, Native<T>>;  // to 8 or 11 bits
-  if (rate <= T(0.5)) {
-    constexpr T needed = (m - 2) * (sizeof(T) == 8 ? 1e-16 : rounds ? 3e-5 : 1e-7);
-    T error = rate;
-    do {
-      sweep_wide(u, x);
-      error *= rate;
-    } while (error > needed);
-  } else if (largest <= kLargestWide<T>) {
+  if (most <= T(0.5)) {
+    descend_wide(u, x, mean, rate, most, T(sizeof(T) == 8 ? 1e-16 : rounds ? 3e-5 : 1e-7));
+  } else if (largest_wide(u) <= kLargestWide<T>) {
     solve_apart(u, x, T(sizeof(T) == 8 ? 2e-15 : rounds ? 1e-5 : 1e-6));
   } else {
     solve_unusual(v, params.exact_unit, u, x);
