@@ -27,7 +27,7 @@ import torch
 from lib import plots
 from lib.codes import quantize_
 from lib.common import Results, command_line, dtype_name, error_note, with_defaults
-from lib.decode import Decoder, capture_graph
+from lib.decode import Decoder, Generate, capture_graph
 from lib.measure import held_bytes, peak_bytes, percentiles
 from lib.random_models import KINDS, random_model
 from torch import Tensor, nn
@@ -44,11 +44,12 @@ from proxsparse.runtime.device import choose_device
 
 FORMS = {"dense": None, "sparse": 16, "sparse8": 8, "sparse4": 4}  # form -> bits of packed layers
 compiled = partial(torch.compile, dynamic=False)
-MODES = {  # mode -> the `faster` of Decoder
-    "eager": lambda step, device: step,
-    "compile": lambda step, device: compiled(step),
-    "graph": capture_graph,
-    "compile_graph": lambda step, device: capture_graph(compiled(step), device),
+MODES = {
+    "generate": Generate,
+    "eager": partial(Decoder, faster=lambda step, device: step),
+    "compile": partial(Decoder, faster=lambda step, device: compiled(step)),
+    "graph": partial(Decoder, faster=capture_graph),
+    "compile_graph": partial(Decoder, faster=lambda step, device: capture_graph(compiled(step), device)),
 }
 GPU_MODES = ("graph", "compile_graph")
 DEFAULTS = {
@@ -180,7 +181,7 @@ def warm_up(device: torch.device) -> None:
     """Loads what libraries load at their first use, so that no form is charged for it."""
     for sparse in (False, True):
         model = random_model("tiny", None, torch.bfloat16, device, sparse=sparse)
-        Decoder(model, 1, 4, MODES["eager"])
+        MODES["eager"](model, 1, 4)
 
 
 def release_memory(device: torch.device) -> None:
@@ -214,9 +215,9 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
     length, steps, device = prompts.shape[1] + args.new_tokens, args.new_tokens - 1, prompts.device
 
     def start(mode: str, form: str) -> None:
-        decoder = Decoder(built[form].model, len(prompts), length, MODES[mode])
+        decoder = MODES[mode](built[form].model, len(prompts), length)
         first = decoder.prefill(prompts).clone()
-        tokens[mode, form] = torch.cat([first, *(decoder.step().clone() for _ in range(steps))], dim=1)
+        tokens[mode, form] = torch.cat([first, decoder.decode(steps)], dim=1)
         decoders[mode, form] = decoder
 
     torch.compiler.reset()  # it compiles a function for a limited number of models and batches
@@ -231,8 +232,9 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
     samples = {case: ([], []) for case in decoders}
     for _ in range(args.repetitions):
         for case, decoder in decoders.items():
-            samples[case][0].append(synchronized_ms(partial(decoder.prefill, prompts), device))
-            decode_ms = synchronized_ms(lambda decoder=decoder: [decoder.step() for _ in range(steps)], device)
+            prefill_ms = synchronized_ms(partial(decoder.prefill, prompts), device)
+            decode_ms = synchronized_ms(partial(decoder.decode, steps), device) - decoder.prefills * prefill_ms
+            samples[case][0].append(prefill_ms)
             samples[case][1].append(decode_ms / steps)
     rows = [{"mode": mode, "form": form, "note": note} for (mode, form), note in notes.items()]
     for (mode, form), (prefill_ms, step_ms) in samples.items():

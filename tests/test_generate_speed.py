@@ -1,4 +1,6 @@
-"""generate_speed: its decode loop gives the tokens of `model.generate`, also past a sliding window; ratios."""
+"""generate_speed: its decoders give the tokens of `model.generate`, also past a sliding window; ratios."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +15,14 @@ from proxsparse.inference.convert import sparsify_
 PROMPTS, NEW = torch.arange(14).view(2, 7) * 17 + 3, 12  # the sliding windows have 4 and 8 tokens
 
 
-def check(model, faster) -> None:
+def check(model, decoder_of) -> None:
     """Twice, because a decoder starts again on the same memory."""
     prompts = PROMPTS.to(model.device)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     expected = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
-    decoder = Decoder(model, 2, 7 + NEW, faster)
+    decoder = decoder_of(model, 2, 7 + NEW)
     for _ in range(2):
-        tokens = [decoder.prefill(prompts).clone(), *(decoder.step().clone() for _ in range(NEW - 1))]
+        tokens = decoder.prefill(prompts).clone(), decoder.decode(NEW - 1)
         assert torch.equal(torch.cat([prompts, *tokens], 1), expected)
 
 
@@ -31,7 +33,8 @@ def test_tokens_are_those_of_transformers(name):
 
 def test_a_packed_model_and_a_compiled_step():
     model = sparsify_(prune_(tiny_model("llama")))
-    check(model, lambda step, device: torch.compile(step, backend="aot_eager", fullgraph=True))
+    check(model, partial(Decoder, faster=lambda step, _: torch.compile(step, backend="aot_eager", fullgraph=True)))
+    check(model, MODES["generate"])
 
 
 @pytest.mark.gpu

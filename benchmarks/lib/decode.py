@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache, StaticLayer
 
 WARM_UPS = 3  # before a capture, because libraries choose algorithms and allocate workspaces
@@ -12,6 +13,8 @@ Step = Callable[[], None]
 
 class Decoder:
     """Decodes `batch` prompts of equal length. `faster(step, device)` makes a step faster, such as `capture_graph`."""
+
+    prefills = 0  # in a call of `decode`
 
     def __init__(self, model: nn.Module, batch: int, length: int, faster: Callable[[Step, torch.device], Step]):
         self.model, self.tokens = model, torch.zeros(batch, 1, dtype=torch.long, device=model.device)
@@ -42,6 +45,10 @@ class Decoder:
             torch._C._set_mkldnn_enabled(enabled)
         return self.tokens
 
+    def decode(self, steps: int) -> Tensor:
+        """The next tokens, [batch, steps]."""
+        return torch.cat([self.step().clone() for _ in range(steps)], dim=1)
+
     def eager_step(self) -> None:
         """tokens <- the most likely next tokens."""
         self.choose(self.tokens)
@@ -51,6 +58,29 @@ class Decoder:
         last = torch.arange(input_ids.shape[1] - 1, input_ids.shape[1], device=input_ids.device)
         logits = self.model(input_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=last).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+
+class Generate:
+    """The same by `generate` of transformers with a static cache; `decode` computes the prompts again."""
+
+    prefills = 1
+
+    def __init__(self, model: nn.Module, _batch: int, _length: int):
+        self.model, self.settings = model, GenerationConfig(do_sample=False, cache_implementation="static")
+
+    def prefill(self, input_ids: Tensor) -> Tensor:
+        self.prompts = input_ids
+        return self.generate(1)
+
+    def decode(self, steps: int) -> Tensor:
+        return self.generate(steps + 1)[:, 1:]
+
+    def generate(self, count: int) -> Tensor:
+        counts = {"min_new_tokens": count, "max_new_tokens": count}
+        tokens = self.model.generate(
+            self.prompts, self.settings, attention_mask=torch.ones_like(self.prompts), pad_token_id=0, **counts
+        )
+        return tokens[:, self.prompts.shape[1] :]
 
 
 def capture_graph(step: Step, device: torch.device) -> Step:
