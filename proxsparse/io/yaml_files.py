@@ -9,6 +9,7 @@ from proxsparse.errors import InputError
 
 MOST_BYTES = 1 << 16  # limit for a file; a run writes about 2,000 bytes
 MOST = 2**63  # Python cannot print integers of several thousand digits
+DEEPEST = 20  # the time of PyYAML is quadratic in the depth of lists in lists
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -45,7 +46,13 @@ def read_yaml(path: Path, what: str) -> dict:
     if len(text) > MOST_BYTES:
         raise InputError(f"{what} {path}: longer than {MOST_BYTES:,} bytes; give a YAML file of flags")
     try:
+        depth = 0
         for event in yaml.parse(text, PlainLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise ValueError(
+                    f"line {event.start_mark.line + 1}: more than {DEEPEST} lists or mappings in each other"
+                )
             if isinstance(event, yaml.AliasEvent):  # aliases can expand a few lines to billions of values
                 where = f"line {event.start_mark.line + 1}"
                 raise ValueError(f"{where}: alias *{event.anchor:.50} is not allowed; repeat the value")
