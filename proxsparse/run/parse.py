@@ -52,6 +52,7 @@ def train_parser() -> Parser:
 # chosen for the old one.
 CHOSEN_FOR_OBJECTIVE = {*OBJECTIVES["paper"], "distill", "match_hidden"}
 # If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
+OF_TRAIN = (("method", PROXSPARSE), ("allocation", UNIFORM), ("finetune", False))  # a file of `prune` may say so
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"), ("save_minutes", "save_steps"))
 
 
@@ -60,7 +61,7 @@ def train_args(**given) -> RunArgs:
 
     Raises InputError as `parse_train`.
     """
-    from_file = file_flags(given["config"], "--config", train_parser()) if given.get("config") else {}
+    from_file = file_flags(given["config"], "--config", train_parser(), OF_TRAIN) if given.get("config") else {}
     recipe = given.get("recipe") or from_file.get("recipe")
     if not recipe and not {"model", "config", "data"} & given.keys():
         recipe = DEFAULT_RECIPE
@@ -111,9 +112,9 @@ def parse_prune(arguments: list[str]) -> RunArgs:
         chooser.add_argument(name)
     add_flag(chooser, "finetune", bool, "")
     asked, others = chooser.parse_known_args(arguments)
-    asked = (read_yaml(Path(asked.config), "--config") if "config" in asked else {}) | vars(asked)
-    method, allocation = asked.get("method"), str(asked.get("allocation") or UNIFORM)
-    finetune = str(asked.get("finetune")).lower() == "true"  # a file may have it as text
+    in_file = read_yaml(Path(asked.config), "--config") if "config" in asked else {}
+    asked = in_file | vars(asked)
+    method, allocation, finetune = chosen(asked)
     if finetune and method in list_methods() and "learning_rate" in get_method(method).options:  # trains by itself
         remedy = "run proxsparse finetune on its --output_dir afterwards"
         raise InputError(f"--finetune: not with --method {method}; {remedy}")
@@ -126,8 +127,13 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     given = vars(parser.parse_args(arguments))  # --help ends here
     if method not in list_methods():
         what = f"--method {method!r}: no such method" if method else "--method is missing"
-        raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them")
-    given = over(file_flags(given["config"], "--config", parser) if "config" in given else {}, given)
+        train = f"; the config.yaml of a training: proxsparse train --config {given['config']}" if in_file else ""
+        raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them{train}")
+    if in_file:  # the command line may choose other options than those of its method
+        of_file = {"method": method, "allocation": allocation, "finetune": finetune} | in_file
+        from_file = file_flags(given["config"], "--config", prune_parser(*chosen(of_file)))
+        known = {action.dest for action in parser._actions}
+        given = over({name: value for name, value in from_file.items() if name in known}, given)
     args = checked("prune", method, allocation, given)
     rows = (get_method(method), get_allocation(allocation))
     values = rows[0].options | rows[1].options | given | vars(args.hardware)
@@ -135,6 +141,12 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     for row in rows:
         row.check(**args.options_of(row))
     return args
+
+
+def chosen(settings: dict[str, object]) -> tuple[object, str, bool]:
+    """The method, the allocation and --finetune of `prune`, which decide about the other flags."""
+    finetune = str(settings.get("finetune")).lower() == "true"  # a file may have it as text
+    return settings.get("method"), str(settings.get("allocation") or UNIFORM), finetune
 
 
 def prune_parser(method: str | None, allocation: str, finetune: bool = False) -> Parser:
@@ -168,9 +180,12 @@ def prune_parser(method: str | None, allocation: str, finetune: bool = False) ->
 # ---------------------------------------------------------------------------------------------- values
 
 
-def file_flags(path: Path | str, what: str, parser: Parser) -> dict[str, object]:
-    """The values of a YAML file of flags. Raises InputError if it is malformed, or has an unknown flag or value."""
-    arguments, settings = [], read_yaml(Path(path), what)
+def file_flags(path: Path | str, what: str, parser: Parser, ignored: tuple = ()) -> dict[str, object]:
+    """The values of a YAML file of flags, except the pairs `ignored`.
+
+    Raises InputError if it is malformed, or has an unknown flag or value.
+    """
+    arguments, settings = [], dict(item for item in read_yaml(Path(path), what).items() if item not in ignored)
     for name, value in settings.items():
         if name in NOT_REPEATED:
             raise InputError(f"{what} {path}: {name} is not a flag that a file can set")

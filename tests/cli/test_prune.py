@@ -60,6 +60,9 @@ def test_a_run_is_repeated_from_its_config(prune, tmp_path):
     assert (tmp_path / "again" / "config.yaml").read_text() == config.read_text()
     call(main, "--config", config, "--damping", "0.5", "--output_dir", tmp_path / "other")
     assert "damping: 0.5" in (tmp_path / "other" / "config.yaml").read_text()
+    call(main, "--config", config, "--method", "wanda", "--allocation", "uniform", "--output_dir", tmp_path / "wanda")
+    changed = result_of(tmp_path / "wanda")["config"]
+    assert (changed["method"], changed["exclude"], "damping" in changed) == ("wanda", ["down_proj"], False)
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
@@ -152,6 +155,10 @@ def test_proxsparse_is_the_training_command(prune, tiny_llama, text_file, tmp_pa
     trained = run(train.main, tiny_llama, text_file, tmp_path / "b", "--max_steps", "2")
     config = tmp_path / "b" / "config.yaml"
     call(main, "--method", "proxsparse", "--config", config, "--output_dir", tmp_path / "c")
+    (tmp_path / "c.yaml").write_text(config.read_text() + "method: proxsparse\nallocation: uniform\nfinetune: false\n")
+    for command in (main, train.main):
+        call(command, "--config", tmp_path / "c.yaml", "--output_dir", tmp_path / command.__module__)
+        assert result_of(tmp_path / command.__module__)["masks_sha256"] == trained["masks_sha256"]
     assert pruned["masks_sha256"] == trained["masks_sha256"] == result_of(tmp_path / "c")["masks_sha256"]
     assert prune("d", "--method", "wanda").keys() - {"paper"} <= pruned.keys()
     assert {path.name for path in (tmp_path / "d").iterdir()} <= {path.name for path in (tmp_path / "a").iterdir()}

@@ -224,6 +224,7 @@ def test_a_missing_method_is_named(places, capsys, monkeypatch):
     monkeypatch.chdir(places)
     refused(capsys, prune.main, [], "--method is missing", "sparsegpt")
     refused(capsys, prune.main, ["--config", "empty.yaml"], "--method is missing", "sparsegpt")
+    refused(capsys, prune.main, ["--config", "masked.yaml"], "--method is missing", "train --config masked.yaml")
     refused(capsys, prune.main, ["--config", "obs.yaml"], "'obs': no such method; choose from")
     refused(capsys, pack.main, ["pruned"], "required: --output_dir")
 
