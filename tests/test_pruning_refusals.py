@@ -192,6 +192,21 @@ REFUSALS = {
         lambda m, t: proxsparse.finetune_(m, None, TEXTS, t, checkpoints=5),
         "checkpoints=5: not a path",
     ),
+    "sparse masks": (
+        saves({"a": HALF.to_sparse()}),
+        "masks: layer a has torch.bool [1, 8] torch.sparse_coo; give torch.bool",
+    ),
+    "masks without data": (
+        saves({"a": HALF.to("meta")}),
+        "masks: layer a has torch.bool [1, 8] without data; give torch",
+    ),
+    "number of a mask": (saves({1: HALF}), "masks: 1 is not the name of a layer; give a str"),
+    "mask of a tied layer": (
+        lambda m, t: proxsparse.apply_masks_(
+            tiny_model("llama", tie_word_embeddings=True), {"lm_head": torch.ones(260, 32).bool()}
+        ),
+        "masks: the weight of lm_head is also that of model.embed_tokens; leave its mask out",
+    ),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),
         "masks: layer model.layers.0.mlp.up_proj has torch.uint8 [2, 2]; give torch.bool [",

@@ -93,13 +93,19 @@ def save_masks(
 
 
 def check_masks(masks: Mapping[str, Tensor]) -> None:
-    """Raises InputError unless they are bool matrices, and at least one."""
+    """Raises InputError unless they are bool matrices by name, and at least one."""
     if not isinstance(masks, Mapping) or not masks:
         what = "no layer" if isinstance(masks, Mapping) else "not a dict, layer name -> mask"
         raise InputError(f"masks={reprlib.repr(masks)}: {what}; give the masks of prune_ or load_masks")
     for name, mask in masks.items():
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
-            kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        if not isinstance(name, str):
+            raise InputError(f"masks: {reprlib.repr(name)} is not the name of a layer; give a str")
+        matrix = isinstance(mask, Tensor) and mask.ndim == 2 and mask.layout == torch.strided and not mask.is_meta
+        if not matrix or mask.dtype != torch.bool:
+            kind = type(mask).__name__
+            if isinstance(mask, Tensor):
+                where = {f" {mask.layout}": mask.layout != torch.strided, " without data": mask.is_meta}
+                kind = f"{mask.dtype} {list(mask.shape)}" + "".join(words for words, holds in where.items() if holds)
             raise InputError(f"masks: layer {name} has {kind}; give torch.bool [out_features, in_features]")
 
 
@@ -183,7 +189,9 @@ def refuse_other_base(recorded: dict[str, str], base: dict[str, str], masks: str
     Compares the digests of all weights; masks without a digest are compared by name. `recorded`: their metadata.
     """
     key = "base_weights_sha256" if recorded.get("base_weights_sha256") else "base_model"
-    if recorded.get(key) != base[key]:
+    if not recorded.get(key):
+        raise InputError(f"{masks}: the file does not say to which model it belongs; add --allow_other_base")
+    if recorded[key] != base[key]:
         revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
         owner = f"{recorded.get('base_model')!r}{revision}, whose weights differ from those of {base['base_model']!r}"
         remedy = "give the masks of this model, or add --allow_other_base"

@@ -83,8 +83,8 @@ def check_config(path: Path) -> None:
             raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
     configs = [value for key, value in entries_of(config) if key.endswith("_config") and isinstance(value, dict)]
     for key, value in (entry for entries in (config, *configs) for entry in entries.items()):
-        if key in ("dtype", "torch_dtype") and isinstance(value, str) and not hasattr(torch, value.split(".")[-1]):
-            remedy = "give that of the weights, or remove the key"
+        if key in ("dtype", "torch_dtype") and isinstance(value, str) and not hasattr(torch, value):
+            remedy = "give that of the weights, such as bfloat16, or remove the key"
             raise InputError(f"{path}: {key} {value!r:.60} is not a dtype of torch; {remedy}")
 
 

@@ -143,6 +143,8 @@ def locate(name: str) -> tuple[str, str | None]:
         if len(gguf_files) == 1:
             return str(path), gguf_files[0]
         raise InputError(f"model {name!r}: not a model directory (no config.json, not exactly one .gguf); check it")
+    if path.is_file():
+        raise InputError(f"model {name!r}: a file; give its folder")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise InputError(f"model {name!r}: no such file or folder; check the path")
     return name, None
@@ -242,6 +244,8 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
     Raises InputError unless `from_pretrained` restores the model, by the headers of the written files.
     """
     source = getattr(model, "source", Source({}, []))
+    for settings in (vars(model.config), getattr(tokenizer, "init_kwargs", {})):
+        settings.pop("auto_map", None)  # code of the source, which is neither run nor saved
     with phase("saving the model"):
         if source.folder and source.folder.is_dir():
             copy_files(source.folder, folder, exclude=("*",), keep=PROCESSOR_FILES)
@@ -266,7 +270,7 @@ def one_line(what: str, remedy: str) -> Iterator[None]:
     except Exception as error:  # of many types: safetensors, tokenizers, transformers, the Hub
         reason = textwrap.shorten(str(error), 300) or type(error).__name__
         if "trust_remote_code" in str(error):
-            reason = "the model needs its own code (auto_map in config.json), which is never executed"
+            reason = "the model needs its own code (auto_map in its config files), which is never executed"
         elif kind := re.match(r"Unrecognized configuration class .*?(\w+)'?> for this kind", str(error)):
             reason = f"transformers has no causal language model for {kind[1]}"
         raise InputError(f"{what}: {reason}; {remedy}") from error

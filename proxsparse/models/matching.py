@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,9 +190,10 @@ def rounding_notes(stored: dict[str, str], model: nn.Module) -> list[str]:
     rounded = [name for name, pair in both.items() if torch.promote_types(*pair) != pair[1]]
     if not rounded:
         return []
-    before, after = (str(dtype).removeprefix("torch.") for dtype in both[rounded[0]])
+    widest = reduce(torch.promote_types, (before for before, _ in both.values()))
+    before, after, widest = (str(dtype).removeprefix("torch.") for dtype in (*both[rounded[0]], widest))
     what = f"{len(rounded)} tensors were rounded while loading, the first, {rounded[0]}, from {before} to {after}"
-    return [f"{what}; to keep them, set dtype in config.json to {before}"]
+    return [f"{what}; to keep them, set dtype in config.json to {widest}"]
 
 
 def gguf_notes(path: Path, model: nn.Module) -> list[str]:

@@ -28,8 +28,8 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
     Raises:
-        InputError: no mask, one that is not bool, or a layer that the model does not have in this shape, or whose
-            weight is computed from other parameters; no weight is then changed.
+        InputError: no mask, one that is not bool, or a layer that the model does not have in this shape, whose weight
+            is computed from other parameters, or is that of an embedding too; no weight is then changed.
     """
     require_module(model)
     check_masks(masks)
@@ -37,6 +37,12 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         modules = dict(model.named_modules())
         if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
             modules = dict(unfold_linears_(model).named_modules())
+    others = {
+        id(weight): name
+        for name, module in modules.items()
+        if not isinstance(module, nn.Linear)
+        for weight in module._parameters.values()
+    }
     for name, mask in masks.items():
         layer, shape = modules.get(name), f"shape {list(mask.shape)}"
         is_linear = isinstance(layer, nn.Linear)
@@ -44,6 +50,8 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         if has != shape:
             what = f"layer {name} has {shape}, the model has {has}"
             raise InputError(f"masks of another model: {what}; give masks of this model")
+        if tied := others.get(id(layer.weight)):
+            raise InputError(f"masks: the weight of {name} is also that of {tied}; leave its mask out")
     for name, mask in masks.items():
         modules[name].weight.copy_(masked(modules[name].weight, mask))
 

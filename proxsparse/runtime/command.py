@@ -42,13 +42,17 @@ class Parser(argparse.ArgumentParser):
         self.command = command
 
     def parse_known_args(self, *given):
-        """As argparse, with "~" expanded in paths. Refuses several processes if the command runs in one."""
+        """As argparse, with "~" expanded in paths, none of them empty. Refuses several processes where one runs."""
         options, others = super().parse_known_args(*given)
         if self.command not in MANY_PROCESSES:
             require_one_process(self.command)
-        for name in PATHS:
-            if isinstance(value := getattr(options, name, None), str):
-                setattr(options, name, os.path.expanduser(value))
+        for action in self._actions:
+            value = getattr(options, action.dest, None)
+            if action.dest in PATHS and isinstance(value, str):
+                if not value:  # it would mean the current directory
+                    flag = action.option_strings[0] if action.option_strings else action.metavar
+                    raise InputError(f"{flag} '': empty; give the name of a file or directory")
+                setattr(options, action.dest, os.path.expanduser(value))
         return options, others
 
     def error(self, message: str):

@@ -85,6 +85,7 @@ PRUNED = {  # damaged copies of the pruned model
     "empty-weights": lambda folder: save_file({}, folder / "model.safetensors"),
     "list-config": write("generation_config.json", "[1]"),
     "auto-dtype": set_dtype("auto"),
+    "torch-dtype": set_dtype("torch.bfloat16"),
     "large-half": halve,
     "bad-config": write("config.json", "{"),
     "empty-config": write("config.json", "{}"),

@@ -60,3 +60,6 @@ def test_one_changed_weight_is_another_model(pruned_dir, tiny_llama, tmp_path, c
     metadata |= {"base_model": "another", "base_weights_sha256": ""}
     save_file(masks, unknown, metadata)
     refused(capsys, apply.main, [tiny_llama, unknown, "--output_dir", tmp_path / "none"], "belong to 'another'")
+    save_file(masks, unknown, metadata | {"base_model": ""})
+    words = "does not say to which model it belongs", "--allow_other_base"
+    refused(capsys, apply.main, [tiny_llama, unknown, "--output_dir", tmp_path / "none"], *words)

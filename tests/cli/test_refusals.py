@@ -57,7 +57,15 @@ def cases(table):
     return pytest.mark.parametrize(("call", "message"), table, ids=[call[:90] for call, _ in table])
 
 
+EMPTY = (
+    "train --output_dir",
+    "train --model",
+    "pack pruned --output_dir",
+    "apply dense pruned --output_dir",
+    "evaluate",
+)
 BEFORE_THE_MODEL_IS_LOADED = [
+    *[(f"{call} ''", "'': empty; give the name of a file or directory") for call in EMPTY],
     # the command line
     ("evaluate model --dat x", "unrecognized arguments: --dat x .. --help"),
     ("train --data c4.jsonl.bz2", "'c4.jsonl.bz2': no such file"),
@@ -105,7 +113,6 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --config c.yaml", "c.yaml .. lerning_rate"),
     ("train --device cuda:7", "cuda:7 .. --device cpu"),
     ("train --device meta", "--device meta: not usable here .. --device cpu"),
-    ("train --output_dir=", "--output_dir '': empty; give the name of a directory"),
     ("evaluate dense --seq_len 0", "--seq_len 0: must be at least 2"),
     ("evaluate dense --limit 5", "--limit 5: limits the questions of --tasks; give --tasks, or leave it out"),
     ("evaluate dense --max_windows 0", "--max_windows 0"),
@@ -197,6 +204,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("pack bad-index", "index.json: malformed"),
     ("pack no-metadata", "index.json: malformed (no metadata)"),
     ("pack list-config", "generation_config.json: malformed (not a JSON object)"),
+    ("pack torch-dtype", "config.json: dtype 'torch.bfloat16' is not a dtype of torch; give that of the weights"),
     ("pack auto-dtype", "config.json: dtype 'auto' is not a dtype of torch; give that of the weights"),
     (
         "pack large-half --bits 8",
@@ -230,6 +238,7 @@ def test_a_missing_method_is_named(places, capsys, monkeypatch):
 
 
 BEFORE_THE_WORK = [
+    ("evaluate pruned/model.safetensors", "'pruned/model.safetensors': a file; give its folder"),
     ("train --model ./absent", "./absent .. no such"),
     ("train --model ~nouser/x", "'~nouser/x': no such file or folder; check the path"),
     ("finetune ~nouser/x", "'~nouser/x': no such file or folder; check the path"),

@@ -38,6 +38,7 @@ ROUNDED = {  # change of the tensors, dtype in config.json, tensors that are rou
     "float32": (lambda tensors: {name: tensor.float() for name, tensor in tensors.items()}, "bfloat16", 21),
     "float16": (lambda tensors: {name: tensor.half() for name, tensor in tensors.items()}, "bfloat16", 21),
     "one": (lambda tensors: tensors | {NORM: tensors[NORM].float()}, "bfloat16", 1),
+    "one half": (lambda tensors: tensors | {NORM: tensors[NORM].half()}, "bfloat16", 1),  # the others are bfloat16
     "none": (dict, "bfloat16", 0),
     "wider": (dict, "float32", 0),
 }
@@ -52,8 +53,20 @@ def test_tensors_that_loading_rounds_are_named(name, tmp_path, capsys):
     printed = capsys.readouterr().out.count(f"WARNING: {count} tensors were rounded while loading")
     assert printed == 2 * len(result_of(run)["warnings"]) == 2 * bool(count)
     for folder in (run, tmp_path / "applied"):
-        assert (folder / "README.md").read_text().count(" to bfloat16; to keep") == bool(count)
+        card, widest = (folder / "README.md").read_text(), "float16" if name == "float16" else "float32"
+        assert card.count(f" to bfloat16; to keep them, set dtype in config.json to {widest}") == bool(count)
     assert load_model(str(source), torch.bfloat16)[0].source.notes == []  # asked for
+
+
+def test_a_folder_without_the_code_of_its_source_does_not_name_it(tmp_path):
+    """transformers has the type itself; the code is in neither folder, and is never run."""
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_x.X", "AutoTokenizer": ["tokenization_x.X", None]}}
+    source = save_tiny_model("llama", tmp_path / "model")
+    for file in ("config.json", "tokenizer_config.json"):
+        (source / file).write_text(json.dumps(json.loads((source / file).read_text()) | code))
+    run = pruned(source, tmp_path / "run")
+    assert not any("auto_map" in file.read_text() for file in run.glob("*config.json"))
+    transformers.AutoModelForCausalLM.from_pretrained(run, trust_remote_code=True)
 
 
 def save_gguf(path, extra=(), scaling=None):
