@@ -24,7 +24,7 @@ from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import check_option_names
-from proxsparse.models.checks import refuse_not_causal, refuse_not_finite
+from proxsparse.models.checks import refuse_not_causal, refuse_not_finite, require_changeable
 from proxsparse.models.layers import (
     UNSPARSIFY,
     body_linears,
@@ -324,13 +324,8 @@ def check_model(model: nn.Module) -> None:
     if world_size() > 1:
         remedy = "start proxsparse train or finetune with torchrun instead"
         raise InputError(f"this function runs in one process, not in a process group of {world_size()}; {remedy}")
+    require_changeable(model)
     check_language_model(model)
-    if any(hasattr(module, "base_layer") for module in model.modules()):
-        raise InputError("model: has adapters of peft, which would be pruned too; give model.merge_and_unload()")
-    if any(weight.is_meta for weight in model.parameters()):
-        raise InputError("model: has weights that are offloaded (on the meta device); load it on one device")
-    if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
-        raise InputError("model: cannot be changed in torch.inference_mode(); load it, and call this, outside of it")
     refuse_packed(model, UNSPARSIFY)
     refuse_not_finite(model)
 

@@ -201,6 +201,18 @@ REFUSALS = {
         "masks: layer a has torch.bool [1, 8] without data; give torch",
     ),
     "number of a mask": (saves({1: HALF}), "masks: 1 is not the name of a layer; give a str"),
+    "masks for a wrapper": (
+        lambda m, t: proxsparse.apply_masks_(torch.nn.DataParallel(m), {"a": HALF}),
+        "model: DataParallel wraps the model; give model.module",
+    ),
+    "masks for adapters": (
+        lambda m, t: proxsparse.apply_masks_(with_adapter(m), {"a": HALF}),
+        "give model.merge_and_unload",
+    ),
+    "masks for an offloaded model": (
+        lambda m, t: proxsparse.apply_masks_(offloaded(m), {"a": HALF}),
+        "model: has weights that are offloaded",
+    ),
     "mask of a tied layer": (
         lambda m, t: proxsparse.apply_masks_(
             tiny_model("llama", tie_word_embeddings=True), {"lm_head": torch.ones(260, 32).bool()}

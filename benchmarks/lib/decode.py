@@ -66,7 +66,7 @@ class Generate:
     prefills = 1
 
     def __init__(self, model: nn.Module, _batch: int, _length: int):
-        self.model, self.settings = model, GenerationConfig(do_sample=False, cache_implementation="static")
+        self.model = model
 
     def prefill(self, input_ids: Tensor) -> Tensor:
         self.prompts = input_ids
@@ -76,10 +76,10 @@ class Generate:
         return self.generate(steps + 1)[:, 1:]
 
     def generate(self, count: int) -> Tensor:
-        counts = {"min_new_tokens": count, "max_new_tokens": count}
-        tokens = self.model.generate(
-            self.prompts, self.settings, attention_mask=torch.ones_like(self.prompts), pad_token_id=0, **counts
+        settings = GenerationConfig(
+            do_sample=False, cache_implementation="static", min_new_tokens=count, max_new_tokens=count, pad_token_id=0
         )
+        tokens = self.model.generate(self.prompts, settings, attention_mask=torch.ones_like(self.prompts))
         return tokens[:, self.prompts.shape[1] :]
 
 

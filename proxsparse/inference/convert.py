@@ -3,6 +3,7 @@
 `packable.packable_layers` decides in both cases which layers are packed.
 """
 
+import copy
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
@@ -214,9 +215,20 @@ def declare_(model: nn.Module) -> None:
         return
     packed = {name: model.get_submodule(name) for names in names_of_modules(model, SparseLinear) for name in names}
     layers = {name: Form(layer.bits, layer.pattern) for name, layer in packed.items()}
+    if layers or quant_method(model) == QUANT_METHOD:
+        copy_config_(model)
     if layers:
         model.config.quantization_config = description(layers)
         keep_from_merging_(model, [f"{name}.{part}" for name in layers for part in (*PARTS, "weight")])
     elif quant_method(model) == QUANT_METHOD:
         del model.config.quantization_config
         model.hf_quantizer, model.is_quantized, model._weight_conversions = None, False, None
+
+
+def copy_config_(model: nn.Module) -> None:
+    """Gives the model a copy of its config, which other models may share."""
+    copies: dict[int, object] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            module.config = copies.get(id(config), config)

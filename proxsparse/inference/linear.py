@@ -90,7 +90,7 @@ class SparseLinear(nn.Module):
         layer = cls(*sizes, False, "meta", linear.weight.dtype, backend, pattern=pattern)
         values, layer.indices = pack_nm(linear.weight.detach(), layer.pattern)
         layer.values, layer.weight = frozen(values), empty_weight(values)
-        layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
+        layer.bias = None if linear.bias is None else frozen(linear.bias.detach().clone())
         return layer.train(linear.training).quantized(bits)
 
     def quantized(self, bits: int) -> "SparseLinear":

@@ -8,6 +8,7 @@ from pruned import prune_, pruned_linear, pruned_model
 from tiny_models import tiny_model
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM
 
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference import linear as linear_module
@@ -215,3 +216,21 @@ def test_a_layer_under_autocast_gives_no_warning(recwarn):
     with torch.autocast("cpu", torch.bfloat16):
         sparsify_(pruned_model(dtype=torch.float32))(TOKENS)
     assert not recwarn
+
+
+def test_models_that_share_a_config_are_packed_apart(tmp_path):
+    first = prune_(tiny_model("llama"))
+    second = prune_(type(first)(first.config))
+    sparsify_(first)
+    second.save_pretrained(tmp_path / "dense")
+    assert not any(
+        isinstance(module, SparseLinear)
+        for module in AutoModelForCausalLM.from_pretrained(tmp_path / "dense").modules()
+    )
+    sparsify_(second, bits=8)
+    unsparsify_(second)
+    first.save_pretrained(tmp_path / "packed")
+    assert any(
+        isinstance(module, SparseLinear)
+        for module in AutoModelForCausalLM.from_pretrained(tmp_path / "packed").modules()
+    )
