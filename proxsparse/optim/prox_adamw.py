@@ -1,5 +1,6 @@
 """ProxAdamW: AdamW and the prox in one pass over the weights (paper, Algorithm 1 with AdamW as the base step)."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,6 +82,8 @@ class ProxAdamW(Optimizer):
             to prune; a kind of rounding does not fit the dtype of a parameter.
     """
 
+    _model = None  # a weak reference to `model`, for groups that are added later; not copied or pickled
+
     def __init__(
         self,
         params,
@@ -116,10 +119,8 @@ class ProxAdamW(Optimizer):
         defaults |= VARIANTS | EXECUTION | param_groups.first_settings(reg_lambda, pattern)
         defaults |= {"frozen_lambda": frozen_lambda, "frozen_eps": frozen_eps, "prox_scale": None}
         self._check_group(defaults | {"params": []})
-        params = list(params)
-        own = ["reg_lambda" in group for group in params if isinstance(group, dict)] or [False]
+        self._model = None if model is None else weakref.ref(model)
         super().__init__(params, defaults)
-        param_groups.skip_others(self.param_groups, own, model)
         param_groups.check_something_to_prune(self.param_groups)
         held = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
         if stochastic_rounding and torch.bfloat16 not in held:
@@ -138,8 +139,10 @@ class ProxAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """As in any optimizer; raises ValueError for a group that is not supported, and does not add it."""
+        own = "reg_lambda" in param_group
         super().add_param_group(param_group)
         try:
+            param_groups.skip_others(self.param_groups[-1:], [own], self._model and self._model())
             self._check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()

@@ -1,5 +1,6 @@
 """ProxOptimizer: one step of any torch optimizer, then the prox (paper, Algorithm 1)."""
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -46,13 +47,15 @@ class ProxOptimizer(Optimizer):
         base_optimizer: any torch.optim.Optimizer.
         reg_lambda: lambda_1 >= 0, in units of 1 / |w|^(N-1). Not multiplied by the learning rate.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        model: the causal language model of transformers that is trained.
+        model: the causal language model of transformers that is trained; it also selects in groups that are
+            added later, except to a copied or unpickled optimizer.
     Raises:
         TypeError: base_optimizer is not a torch optimizer, or is a ProxOptimizer.
         ValueError: a setting is out of range; a parameter or shard does not consist of whole blocks; there is nothing
             to prune; the base is already wrapped. The base is not modified.
     """
 
+    _model = None  # a weak reference to `model`, for groups that are added later; not copied or pickled
     param_groups = _of_base("param_groups")
     state = _of_base("state")
     defaults = _of_base("defaults")
@@ -83,6 +86,7 @@ class ProxOptimizer(Optimizer):
             param_groups.check_group(group)
         param_groups.check_something_to_prune(completed)
         self.__setstate__({"base_optimizer": base_optimizer})
+        self._model = None if model is None else weakref.ref(model)
         self.defaults.update(settings)  # the base uses them for groups that are added later
         for group, whole in zip(self.param_groups, completed, strict=True):
             group.update(whole)
@@ -102,7 +106,7 @@ class ProxOptimizer(Optimizer):
         own = "reg_lambda" in param_group
         self.base_optimizer.add_param_group(param_group)
         try:
-            param_groups.skip_others(self.param_groups[-1:], [own], None)
+            param_groups.skip_others(self.param_groups[-1:], [own], self._model and self._model())
             param_groups.check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
