@@ -72,8 +72,12 @@ class ProxOptimizer(Optimizer):
         pattern: PatternLike = "2:4",
         model: nn.Module | None = None,
     ):
-        if not isinstance(base_optimizer, Optimizer) or isinstance(base_optimizer, ProxOptimizer):
-            raise TypeError(f"base_optimizer is a {type(base_optimizer).__name__}; pass a plain torch.optim.Optimizer")
+        plain = isinstance(base_optimizer, Optimizer) and all(hasattr(base_optimizer, name) for name in HOOKS)
+        if not plain or isinstance(base_optimizer, ProxOptimizer):
+            raise TypeError(
+                f"base_optimizer is a {type(base_optimizer).__name__}; pass a plain torch.optim.Optimizer "
+                "(call accelerator.prepare and other wrappers afterwards)"
+            )
         if "prox_step" in base_optimizer.defaults:
             raise ValueError(
                 f"this {type(base_optimizer).__name__} already has a prox step or is already wrapped; create a new "
