@@ -78,6 +78,7 @@ class ProxAdamW(Optimizer):
             replicas stay equal.
         model: the causal language model of transformers that is trained; selects what is pruned, as in ProxOptimizer.
     Raises:
+        TypeError: params is a model.
         ValueError: a setting is out of range; a parameter or shard does not consist of whole blocks; there is nothing
             to prune; a kind of rounding does not fit the dtype of a parameter.
     """
@@ -102,6 +103,11 @@ class ProxAdamW(Optimizer):
         seed: int = 0,
         model: nn.Module | None = None,
     ):
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"params is a {type(params).__name__}: pass its parameters() (Trainer takes the key model of "
+                "optimizer_cls_and_kwargs for them; give it optimizers=(ProxAdamW(...), None) instead)"
+            )
         if moment_dtype not in (None, torch.bfloat16):
             raise ValueError(
                 f"moment_dtype={moment_dtype} must be torch.bfloat16, or None for float32 (float64 for float64 weights)"
