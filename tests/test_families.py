@@ -1,5 +1,7 @@
 """Families of models: routers stay dense, the walk equals full forward passes, and what is not supported is named."""
 
+import copy
+import pickle
 import re
 
 import pandas
@@ -296,6 +298,18 @@ def test_embeddings_are_not_pruned_in_silence(make):
     assert not {"model.embed_tokens.weight", "lm_head.weight"} & pruned_by(optimizer, model)
     with pytest.warns(UserWarning, match=r"\[260, 32\], \[260, 32\] are pruned.*model="):
         make(tiny_model("llama").parameters())
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_model_also_selects_in_groups_that_are_added_later(make, recwarn):
+    model = tiny_model("llama")
+    optimizer = make(model.model.layers[0].parameters(), model=model)
+    optimizer.add_param_group({"params": [*model.model.layers[1].parameters(), *model.lm_head.parameters()]})
+    optimizer.add_param_group({"params": model.model.embed_tokens.parameters()})
+    assert pruned_by(optimizer, model) == {f"{name}.weight" for name in prunable_layers(model)}
+    assert not recwarn.list
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        twin.add_param_group({"params": [torch.nn.Parameter(torch.ones(8, 8))]})
 
 
 def test_an_optimizer_names_what_it_cannot_prune():

@@ -14,6 +14,7 @@ CPU it uses DDP.
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -44,7 +45,8 @@ class ProxTrainerMixin:
     pretrained model to get the pruned one. An optimizer of proxsparse that is passed to the Trainer keeps its settings.
 
     Args:
-        reg_lambda: lambda_1, in units of 1 / |w|^(N-1); not multiplied by the learning rate.
+        reg_lambda: lambda_1 > 0, in units of 1 / |w|^(N-1); not multiplied by the learning rate. A callback may change
+            that of a param group, also to 0; a group that starts with 0 is not pruned.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
     Attributes:
         masks: layer name -> bool [out_features, in_features], True = kept; on rank zero, after the training.
@@ -63,6 +65,7 @@ class ProxTrainerMixin:
     def __init__(self, *args, reg_lambda: float, pattern: PatternLike = "2:4", **kwargs):
         self.reg_lambda, self.pattern = reg_lambda, NMPattern.parse(pattern)
         self.masks: dict[str, Tensor] = {}
+        self.prunes: dict[int, bool] = {}  # number of a param group -> whether its first reg_lambda was not 0
         super().__init__(*args, **kwargs)
         refuse_cut_blocks(self)
 
@@ -73,13 +76,15 @@ class ProxTrainerMixin:
             of_transformers = hasattr(getattr(model, "config", None), "get_text_config")
             model = model if of_transformers else None
             self.optimizer = ProxOptimizer(base, self.reg_lambda, self.pattern, model=model)
-        for group in self.optimizer.param_groups:
-            for weight in pruned_parameters(group):
-                if weight.ndim != 2:
-                    raise ValueError(
-                        f"parameter of shape {list(weight.shape)}: only masks of matrices are saved; freeze it "
-                        "(requires_grad_(False)), or pass an optimizer that has it in a group with reg_lambda=0"
-                    )
+        weights = [weight for weight, _ in self.pruned()]
+        if not weights:
+            raise ValueError("reg_lambda=0 in all param groups: no layer is pruned; start with reg_lambda > 0")
+        for weight in weights:
+            if weight.ndim != 2:
+                raise ValueError(
+                    f"parameter of shape {list(weight.shape)}: only masks of matrices are saved; freeze it "
+                    "(requires_grad_(False)), or pass an optimizer that has it in a group with reg_lambda=0"
+                )
         return self.optimizer
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
@@ -105,16 +110,21 @@ class ProxTrainerMixin:
             save_masks(target, self.masks, {name: layer.pattern for name, layer in learned.items()}, base)
         return output
 
+    def pruned(self) -> Iterator[tuple[Tensor, NMPattern]]:
+        """Every pruned parameter and its pattern, also of groups whose reg_lambda has become 0."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            if self.prunes.setdefault(number, group["reg_lambda"] != 0):
+                for weight in pruned_parameters(group | {"reg_lambda": 1.0}):
+                    yield weight, NMPattern.parse(group["pattern"])
+
     def learned(self) -> dict[str, LearnableLayer]:
-        """Layer name -> LearnableLayer, for every parameter that the optimizer prunes."""
+        """Layer name -> LearnableLayer, for every parameter that the optimizer was created to prune."""
         reshard_(self.model)
         name_of = {parameter: WRAPPERS.sub("", name) for name, parameter in self.model.named_parameters()}
-        found = {}
-        for group in self.optimizer.param_groups:
-            for weight in pruned_parameters(group):
-                layer = LearnableLayer(None, weight, local(weight), None, NMPattern.parse(group["pattern"]))
-                found[name_of[weight].removesuffix(".weight")] = layer
-        return found
+        return {
+            name_of[weight].removesuffix(".weight"): LearnableLayer(None, weight, local(weight), None, pattern)
+            for weight, pattern in self.pruned()
+        }
 
 
 class HoldMasksCallback(TrainerCallback):

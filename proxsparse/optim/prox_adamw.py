@@ -1,5 +1,6 @@
 """ProxAdamW: AdamW and the prox in one pass over the weights (paper, Algorithm 1 with AdamW as the base step)."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,9 +78,12 @@ class ProxAdamW(Optimizer):
             replicas stay equal.
         model: the causal language model of transformers that is trained; selects what is pruned, as in ProxOptimizer.
     Raises:
+        TypeError: params is a model.
         ValueError: a setting is out of range; a parameter or shard does not consist of whole blocks; there is nothing
             to prune; a kind of rounding does not fit the dtype of a parameter.
     """
+
+    _model = None  # a weak reference to `model`, for groups that are added later; not copied or pickled
 
     def __init__(
         self,
@@ -99,6 +103,11 @@ class ProxAdamW(Optimizer):
         seed: int = 0,
         model: nn.Module | None = None,
     ):
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"params is a {type(params).__name__}: pass its parameters() (Trainer takes the key model of "
+                "optimizer_cls_and_kwargs for them; give it optimizers=(ProxAdamW(...), None) instead)"
+            )
         if moment_dtype not in (None, torch.bfloat16):
             raise ValueError(
                 f"moment_dtype={moment_dtype} must be torch.bfloat16, or None for float32 (float64 for float64 weights)"
@@ -116,10 +125,8 @@ class ProxAdamW(Optimizer):
         defaults |= VARIANTS | EXECUTION | param_groups.first_settings(reg_lambda, pattern)
         defaults |= {"frozen_lambda": frozen_lambda, "frozen_eps": frozen_eps, "prox_scale": None}
         self._check_group(defaults | {"params": []})
-        params = list(params)
-        own = ["reg_lambda" in group for group in params if isinstance(group, dict)] or [False]
+        self._model = None if model is None else weakref.ref(model)
         super().__init__(params, defaults)
-        param_groups.skip_others(self.param_groups, own, model)
         param_groups.check_something_to_prune(self.param_groups)
         held = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
         if stochastic_rounding and torch.bfloat16 not in held:
@@ -138,8 +145,10 @@ class ProxAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """As in any optimizer; raises ValueError for a group that is not supported, and does not add it."""
+        own = "reg_lambda" in param_group
         super().add_param_group(param_group)
         try:
+            param_groups.skip_others(self.param_groups[-1:], [own], self._model and self._model())
             self._check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()

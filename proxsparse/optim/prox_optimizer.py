@@ -1,5 +1,6 @@
 """ProxOptimizer: one step of any torch optimizer, then the prox (paper, Algorithm 1)."""
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -46,13 +47,15 @@ class ProxOptimizer(Optimizer):
         base_optimizer: any torch.optim.Optimizer.
         reg_lambda: lambda_1 >= 0, in units of 1 / |w|^(N-1). Not multiplied by the learning rate.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        model: the causal language model of transformers that is trained.
+        model: the causal language model of transformers that is trained; it also selects in groups that are
+            added later, except to a copied or unpickled optimizer.
     Raises:
         TypeError: base_optimizer is not a torch optimizer, or is a ProxOptimizer.
         ValueError: a setting is out of range; a parameter or shard does not consist of whole blocks; there is nothing
             to prune; the base is already wrapped. The base is not modified.
     """
 
+    _model = None  # a weak reference to `model`, for groups that are added later; not copied or pickled
     param_groups = _of_base("param_groups")
     state = _of_base("state")
     defaults = _of_base("defaults")
@@ -69,8 +72,12 @@ class ProxOptimizer(Optimizer):
         pattern: PatternLike = "2:4",
         model: nn.Module | None = None,
     ):
-        if not isinstance(base_optimizer, Optimizer) or isinstance(base_optimizer, ProxOptimizer):
-            raise TypeError(f"base_optimizer is a {type(base_optimizer).__name__}; pass a plain torch.optim.Optimizer")
+        plain = isinstance(base_optimizer, Optimizer) and all(hasattr(base_optimizer, name) for name in HOOKS)
+        if not plain or isinstance(base_optimizer, ProxOptimizer):
+            raise TypeError(
+                f"base_optimizer is a {type(base_optimizer).__name__}; pass a plain torch.optim.Optimizer "
+                "(call accelerator.prepare and other wrappers afterwards)"
+            )
         if "prox_step" in base_optimizer.defaults:
             raise ValueError(
                 f"this {type(base_optimizer).__name__} already has a prox step or is already wrapped; create a new "
@@ -83,6 +90,7 @@ class ProxOptimizer(Optimizer):
             param_groups.check_group(group)
         param_groups.check_something_to_prune(completed)
         self.__setstate__({"base_optimizer": base_optimizer})
+        self._model = None if model is None else weakref.ref(model)
         self.defaults.update(settings)  # the base uses them for groups that are added later
         for group, whole in zip(self.param_groups, completed, strict=True):
             group.update(whole)
@@ -102,7 +110,7 @@ class ProxOptimizer(Optimizer):
         own = "reg_lambda" in param_group
         self.base_optimizer.add_param_group(param_group)
         try:
-            param_groups.skip_others(self.param_groups[-1:], [own], None)
+            param_groups.skip_others(self.param_groups[-1:], [own], self._model and self._model())
             param_groups.check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()

@@ -323,6 +323,18 @@ def test_bad_settings_and_parameters_are_refused(make, parameters, arguments, me
         make(parameters(), **{"reg_lambda": 1.0} | arguments)
 
 
+@pytest.mark.filterwarnings("ignore:not pruned, because of the names")
+@each_optimizer
+def test_a_group_with_another_number_of_parameters_is_refused(make):
+    model = tiny_model()
+    optimizer = make([("embed", model[0].weight), ("proj", model[2].weight)], reg_lambda=1.0)
+    optimizer.param_groups[0]["params"].append(model[0].bias)
+    with pytest.raises(ValueError, match=r"3 parameters, but its prox_skip has 2 .*add_param_group, or give prox_skip"):
+        train(model, optimizer, 1)
+    optimizer.param_groups[0]["prox_skip"].append(True)
+    train(model, optimizer, 1)
+
+
 @each_optimizer
 def test_added_groups_are_completed_and_checked(make):
     model = tiny_model()

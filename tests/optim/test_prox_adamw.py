@@ -352,6 +352,11 @@ def test_float32_parameters_beside_bfloat16_accept_both_roundings(option):
     ProxAdamW([parameter(BF16), nn.Parameter(torch.ones(4))], reg_lambda=0.1, moment_dtype=BF16, **{option: True})
 
 
+def test_a_model_in_place_of_its_parameters_is_refused():
+    with pytest.raises(TypeError, match=r"params is a Sequential: pass its parameters\(\) .*optimizers=\(ProxAdamW"):
+        ProxAdamW(tiny_model(), reg_lambda=1.0)
+
+
 def test_the_state_of_another_method_is_refused():
     model = tiny_model()
     with pytest.raises(ValueError, match="decoupled_weight_decay=False"):

@@ -105,7 +105,9 @@ def test_bad_bases_are_refused():
     model = tiny_model()
     base = SGD(model.parameters(), lr=0.1)
     wrapped = ProxOptimizer(base, 0.1)
+    prepared = object.__new__(type("Prepared", (SGD,), {}))  # as of accelerate: does not call torch's __init__
     for bad, error, message in (
+        (prepared, TypeError, r"Prepared; pass a plain .*accelerator\.prepare .* afterwards"),
         (model, TypeError, r"Sequential; pass a plain torch\.optim\.Optimizer"),
         (wrapped, TypeError, "ProxOptimizer"),
         (ProxAdamW(model.parameters(), reg_lambda=0.1), ValueError, "ProxAdamW already has a prox step"),

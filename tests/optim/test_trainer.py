@@ -93,6 +93,31 @@ def test_an_optimizer_of_proxsparse_keeps_its_pattern(tmp_path):
     assert {str(pattern) for pattern in patterns.values()} == {"6:8"}
 
 
+class LambdaZero(transformers.TrainerCallback):
+    """Sets reg_lambda to 0 in the first param groups, or in all, until the training ends."""
+
+    def __init__(self, groups=None):
+        self.groups = groups
+
+    def on_step_begin(self, args, state, control, optimizer=None, **_):
+        for group in optimizer.param_groups[: self.groups]:
+            group["reg_lambda"] = 0.0
+
+
+@pytest.mark.parametrize("groups", [1, None])
+def test_a_lambda_that_becomes_zero_leaves_no_layer_out(tmp_path, groups):
+    model = tiny_model("llama")
+    blocks = [{"params": list(block.parameters())} for block in model.model.layers]
+    dense = {"params": list(model.lm_head.parameters()), "reg_lambda": 0}
+    own = ProxAdamW([*blocks, dense], lr=1e-3, reg_lambda=1.0)
+    trainer = make(
+        tmp_path, model, ours={"reg_lambda": 1, "optimizers": (own, None), "callbacks": [LambdaZero(groups)]}
+    )
+    trainer.train()
+    assert trainer.masks.keys() == prunable_layers(model).keys()
+    assert all("feasible_share" in row for row in trainer.state.log_history if "loss" in row)
+
+
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     first = make(tmp_path / "a", save_strategy="steps", save_steps=2)
     first.train()
@@ -177,6 +202,7 @@ def with_experts():
         (lambda folder: make(folder, frozen_model()).create_optimizer(), "there is nothing to prune"),
         (lambda folder: fine_tuner(folder, tiny_model("llama")).train(), "no parameter of this AdamW is pruned"),
         (lambda folder: make(folder, with_experts()).create_optimizer(), r"shape \[3, 8, 8\]: only masks of matrices"),
+        (lambda folder: make(folder, ours={"reg_lambda": 0}).create_optimizer(), "reg_lambda=0 .*no layer is pruned"),
         (lambda folder: make(folder, kind=OnDeepSpeed), r"DeepSpeed ZeRO .*splits N:M blocks.*FSDP2"),
         (lambda folder: make(folder, kind=OnFSDP1), r"FSDP1 .*splits N:M blocks.*FSDP2: .*fsdp=True"),
         (lambda folder: make(folder, kind=Diverging).train(), r"weights became NaN or infinite.*lower learning_rate"),
