@@ -248,7 +248,7 @@ BEFORE_THE_WORK = [
     ("train --text_field content", "content .. text"),
     (
         "train --num_samples 100 --gradient_accumulation_steps 50",  # the file has 40 documents
-        "--gradient_accumulation_steps 50 .. needs 50 batches .. has 40",
+        "--gradient_accumulation_steps 50 .. needs 50 batches, there are 40 to train on .. more samples (more text",
     ),
     ("train --pattern 2:5", "q_proj .. [32, 32] .. multiple of 5 .. --exclude"),
     ("train --seq_len 1000", "context length of 128 .. lower --seq_len"),
