@@ -244,7 +244,7 @@ BEFORE_THE_WORK = [
     ("train --data pipe", "a.jsonl: not a regular file in this folder"),
     ("train --data empty.jsonl", "empty.jsonl"),
     ("train --data broken.jsonl", "broken.jsonl .. 2"),
-    ("train --data other.jsonl", "no field 'text'; set --text_field to one of: body"),
+    ("train --data other.jsonl", "no field 'text'; set --text_field to one of: body; .. 'text', rename the field"),
     ("train --text_field content", "content .. text"),
     (
         "train --num_samples 100 --gradient_accumulation_steps 50",  # the file has 40 documents
