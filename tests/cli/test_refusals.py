@@ -183,7 +183,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("pack pruned --bits 4 --calibrate /absent.txt", "/absent.txt"),
     ("pack pruned --bits 4 --calibrate ''", "no such file"),
     ("pack pruned --bits 4 --calibrate builtin --num_samples 0", "--num_samples 0: must be"),
-    ("pack pruned --num_samples 7", "--num_samples .. add --calibrate"),
+    ("pack pruned --num_samples 7 --text_field a", "--num_samples, --text_field: only for --calibrate; add"),
     ("pack pruned --include (", "regular expression"),
     (
         "pack pruned --exclude proj",
@@ -293,6 +293,7 @@ BEFORE_THE_WORK = [
     ("apply nan-layer pruned", f"{UP} .. NaN"),
     ("apply packed pruned", "not dense .. proxsparse pack MODEL_DIR --unpack"),
     ("apply other-vocabulary pruned", "belong to .. --allow_other_base"),
+    ("pack pruned --bits 4 --calibrate other.jsonl --text_field a", "no field 'a'; set --text_field to one of: body"),
     ("pack pruned --bits 4 --calibrate builtin --seq_len 9999", "--seq_len 9999 .. context length"),
 ]
 
@@ -366,7 +367,7 @@ def test_prune_names_the_layer_whose_inputs_are_not_finite(method, places, tmp_p
     set_last(UP, torch.finfo(torch.bfloat16).max)(model)
     monkeypatch.chdir(places)
     flags = [*COMMANDS["prune"][1].split(), "--model", model, "--method", method, "--output_dir", tmp_path / "out"]
-    refused(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
+    refused(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision fp32 (pack: no --")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".proxsparse.json", "config.yaml", "checkpoints"}
 
 
