@@ -146,5 +146,6 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, ValueError | OSError):
         return text or type(error).__name__
     if type(error).__name__ == "OutOfMemoryError":  # of torch
-        return f"{text.removesuffix('.')}; lower --seq_len, or use --gradient_checkpointing or --precision bf16"
+        remedy = "lower --seq_len, or use --precision bf16, in training --gradient_checkpointing"
+        return f"{text.removesuffix('.')}; {remedy}"
     return f"{type(error).__name__}: {text}; set PROXSPARSE_DEBUG=1 for a traceback"

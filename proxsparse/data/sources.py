@@ -123,7 +123,8 @@ def text_of(row: object, where: str, text_field: str) -> str:
     if isinstance(row, dict):
         if text_field not in row:
             fields = textwrap.shorten(", ".join(map(str, row)), 300) or "none"
-            raise InputError(f"{where}: no field {text_field!r}; set --text_field to one of: {fields}")
+            remedy = f"set --text_field to one of: {fields}; if another text needs {text_field!r}, rename the field"
+            raise InputError(f"{where}: no field {text_field!r}; {remedy}")
         row = row[text_field]
     if not isinstance(row, str):
         raise InputError(f"{where}: {reprlib.repr(row)} is not text; a row is a string or an object with a text field")

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from proxsparse.data.calibration import IGNORED_LABEL, Batch, add_labels
 from proxsparse.errors import InputError
@@ -59,7 +59,7 @@ def train_kept_weights(
     loss_options = {name: getattr(options, name) for name in ("distill", "compile")}
     loss = partial(training_loss, model, teacher=lambda: nullcontext(teacher), **loss_options)
     measure = partial(held_out_loss, model, held_out, compute_dtype, loss) if held_out else None
-    best = BestWeights(measure, trained, max(1, steps // options.evals), steps)
+    best = BestWeights(measure, trained, options.evals, steps)
     state = TrainState(model, held, options, steps, optimizer, best)
     if newest := checkpoints and checkpoints.newest_step():
         state.restore_(checkpoints, *newest)
@@ -85,16 +85,19 @@ def train_kept_weights(
 
 
 def split(batches: Sequence[Batch], options: FinetuneOptions) -> tuple[Sequence[Batch], list[Batch]]:
-    """The batches to train on (InputError if none is left), and the last ones, with at least --held_out samples."""
-    held_out, samples = [], 0
-    for batch in reversed(batches):
-        if samples >= options.held_out:
-            break
-        held_out.insert(0, add_labels(batch))
-        samples += len(batch["input_ids"])
-    if len(held_out) == len(batches):
+    """The batches to train on (InputError if none is left), and those of the last --held_out samples."""
+    held_out, end, left, more = [], len(batches), options.held_out, []
+    while left and end:
+        end -= 1
+        batch = add_labels(batches[end])
+        first = max(0, len(batch["input_ids"]) - left)  # held-out sample of the batch
+        left -= len(batch["input_ids"]) - first
+        held_out.insert(0, {name: tensor[first:] for name, tensor in batch.items()})
+        more = [{name: tensor[:first] for name, tensor in batch.items()}] if first else []
+    if not (end or more):
+        samples = options.held_out - left
         raise InputError(f"--held_out {options.held_out}: the calibration text has only {samples} samples; lower it")
-    return Subset(batches, range(len(batches) - len(held_out))), held_out
+    return ConcatDataset([Subset(batches, range(end)), more]), held_out
 
 
 def trained_parameters(model: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Parameter]:

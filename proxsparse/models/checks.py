@@ -16,21 +16,23 @@ from proxsparse.errors import InputError
 from proxsparse.runtime.progress import phase, write_line
 
 
-def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, text_tokens: float = math.inf) -> int:
+def fit_window(
+    model: nn.Module, asked: int | None, default: int, flag: str, text_tokens: float = math.inf, text: str = "the text"
+) -> int:
     """The window in tokens: `asked`, or if it is None the default, at most the model's context and the text.
 
-    Raises InputError if `asked` exceeds the context length or the text, or the text has fewer than 2 tokens.
+    Raises InputError, which names the `text`, if it has fewer than 2 tokens, or `asked` exceeds it or the context.
     """
     if text_tokens < 2:
-        raise InputError(f"the evaluation text has {text_tokens} tokens, at least 2 are needed; give more text")
+        raise InputError(f"{text} has {text_tokens} tokens, at least 2 are needed; give more text")
     positions = context_length(model)
     if asked is not None:
         if asked > positions:
             raise InputError(f"--{flag} {asked}: above the model's context length of {positions}; lower --{flag}")
         if asked > text_tokens:
-            raise InputError(f"--{flag} {asked}: the text has {text_tokens} tokens; lower it, or give more text")
+            raise InputError(f"--{flag} {asked}: {text} has {text_tokens} tokens; lower it, or give more text")
         return asked
-    limits = {text_tokens: "the length of the text", positions: "the model's context length", default: ""}
+    limits = {text_tokens: f"the length of {text}", positions: "the model's context length", default: ""}
     window = min(limits)
     if window < default:
         write_line(f"--{flag}: {window} tokens, {limits[window]} (default: {default})")
@@ -138,7 +140,7 @@ def refuse_not_finite(model: nn.Module) -> None:
 def check_finite(name: str, sums: Tensor) -> None:
     """Raises InputError unless the sums over the calibration inputs of layer `name` are finite."""
     if not sums.isfinite().all():
-        remedy = "use --precision fp32, or check for damaged weights"
+        remedy = "use --precision fp32 (pack: no --calibrate), or check for damaged weights"
         raise InputError(f"{name}: its calibration inputs are NaN or overflow; {remedy}")
 
 

@@ -58,7 +58,7 @@ class DataArgs:
     data: str = flag(
         "builtin", "calibration text: c4, wikitext2, a Hub data set, builtin, a file or folder (.jsonl[.gz] .txt ...)"
     )
-    text_field: str = flag("text", "the field of a row that holds the text")
+    text_field: str = flag("text", "the field of a row that holds the text, the same in --eval_data")
     num_samples: int = flag(400, "number of calibration samples", valid=AT_LEAST_1)
     seq_len: int | None = flag(
         None, "largest number of tokens of a sample; default: 512, or the model's context if shorter", valid=TWO_TOKENS

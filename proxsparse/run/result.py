@@ -44,7 +44,8 @@ def perplexity_of(
     source = args.eval_data
     tokens = evaluation_tokens(on_rank_zero(lambda: evaluation_text(source, text_field=text_field)), tokenizer)
     window_bos(model, tokenizer, args.eval_bos, "eval_bos")  # refuses --eval_bos before the run
-    window = on_rank_zero(lambda: fit_window(model, args.eval_seq_len, args.window, "eval_seq_len", len(tokens)))
+    asked = model, args.eval_seq_len, args.window, "eval_seq_len"
+    window = on_rank_zero(lambda: fit_window(*asked, len(tokens), source))
 
     def measure(model: nn.Module, name: str) -> Perplexity:
         title = f"perplexity of the {'fine-tuned' if name == 'finetune' else name} model"

@@ -8,24 +8,24 @@ from torch import Tensor
 
 
 class BestWeights:
-    """Measures the held-out loss at the start and every `every` steps, and keeps a copy of the best weights.
+    """Measures the held-out loss at the start and `count` times after it, and keeps a copy of the best weights.
 
     Args:
         measure: the held-out loss of the current weights; None: no samples are held out, nothing is measured.
         weights: name -> the weights that are trained.
-        every: steps between measurements; the last step is always measured.
+        count: measurements after the start, at equal distances, at most one a step; the last step is measured.
         last: the last step.
     """
 
-    def __init__(self, measure: Callable[[], float] | None, weights: dict[str, Tensor], every: int, last: int):
-        self.measure, self.every, self.last = measure, every, last
+    def __init__(self, measure: Callable[[], float] | None, weights: dict[str, Tensor], count: int, last: int):
+        self.measure, self.count, self.last = measure, count, last
         self.weights = weights if measure else {}
         self.best = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.losses: list[list[float]] = []  # [step, held-out loss]
 
     def measures(self, step: int) -> bool:
         """Whether `observe` measures after this step."""
-        return self.measure is not None and (step % self.every == 0 or step == self.last)
+        return self.measure is not None and step * self.count // self.last > (step - 1) * self.count // self.last
 
     def observe(self, step: int) -> dict[str, float]:
         """{"held_out_loss": loss} after a step that is measured, else {}; step 0 is the start."""

@@ -18,7 +18,7 @@ from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import world_size
 from proxsparse.training.compiled import compiled_blocks
 from proxsparse.training.log import run_log
-from proxsparse.training.optimizer import lr_factor, weights_of
+from proxsparse.training.optimizer import lr_factor, weights_of, whole
 from proxsparse.training.options import LoopOptions
 from proxsparse.training.state import TrainState
 
@@ -113,11 +113,12 @@ def step_count(batches: int, options: LoopOptions) -> int:
     if a_step > batches:
         raise InputError(
             f"--gradient_accumulation_steps {options.gradient_accumulation_steps}: a step on {world_size()} processes "
-            f"needs {a_step} batches, the calibration text has {batches}; lower it, or raise --num_samples"
+            f"needs {a_step} batches, there are {batches} to train on; lower it, or give more samples (more text, a "
+            "larger --num_samples)"
         )
     if options.max_steps > 0:
         return options.max_steps
-    return max(1, int(batches * options.num_train_epochs) // a_step)
+    return max(1, whole(batches * options.num_train_epochs) // a_step)
 
 
 def own_samples(batches: Sequence[Batch], state: TrainState) -> Iterator[Batch]:

@@ -82,9 +82,14 @@ DECAYS = {  # finished share of the steps after the warm-up -> factor of the lea
 }
 
 
+def whole(steps: float) -> int:
+    """The whole steps in a product of decimal fractions: 29 for 0.29 * 100, which is 28.999999999999996."""
+    return int(round(steps, 6))
+
+
 def lr_factor(step: int, steps: int, options: LearningOptions) -> float:
     """Factor of the learning rate at `step`, from 0: linear warm-up, then the decay; never 0 before the last step."""
-    warmup = int(options.warmup_ratio * steps)
+    warmup = whole(options.warmup_ratio * steps)
     if step < warmup:
         return (step + 1) / warmup
     return DECAYS[options.lr_scheduler_type]((step - warmup) / max(1, steps - warmup))

@@ -183,6 +183,6 @@ class FinetuneOptions(LoopOptions):
     held_out: int = flag(
         0, "samples that are held out to choose the best weights; 0: none, the last weights are kept", valid=AT_LEAST_0
     )
-    evals: int = flag(10, "number of measurements of the held-out loss", valid=AT_LEAST_1)
+    evals: int = flag(10, "number of measurements of the held-out loss after that at the start", valid=AT_LEAST_1)
     distill: float = flag(0.5, "weight of the distillation from the teacher in the loss, 0 to 1", valid=SHARE)
     learning_rate: float = flag(3e-4, "learning rate after the warm-up", valid=POSITIVE)

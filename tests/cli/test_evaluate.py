@@ -37,7 +37,7 @@ def test_several_texts_as_json_and_as_sentences(tiny_llama, text_file, other_tex
     both = rows_printed(capsys, tiny_llama, "--data", text_file, other_text, "--seq_len", 64)
     each = [rows_printed(capsys, tiny_llama, "--data", text, "--seq_len", 64) for text in (text_file, other_text)]
     assert both == [row for only in each for row in only]
-    assert [row["data"] for row in both] == [str(text_file), str(other_text)]
+    assert [(row["data"], row["split"]) for row in both] == [(str(text_file), None), (str(other_text), None)]
     assert all(row["windows"] * 64 == row["tokens"] and 1 < row["perplexity"] < 1000 for row in both)
     flags = [tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--max_windows", 2]
     (tmp_path / "scores.jsonl").touch()  # as a full disk leaves it

@@ -11,8 +11,10 @@ from proxsparse import NMPattern, pack, prune
 from proxsparse.errors import InputError
 from proxsparse.finetune import main
 from proxsparse.io.mask_files import load_masks
+from proxsparse.methods.finetune import split
 from proxsparse.models.loading import load_model
 from proxsparse.training.best_weights import BestWeights
+from proxsparse.training.options import FinetuneOptions
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -123,7 +125,7 @@ def test_a_teacher_that_is_given_may_be_another_model(tune, tmp_path):
 
 def test_the_best_weights_are_kept(tune, pruned, monkeypatch, tmp_path):
     weight, losses = torch.zeros(3), iter([3.0, 1.0, 2.0, 1.5, 0.5])
-    best = BestWeights(lambda: next(losses), {"w": weight}, every=2, last=100)
+    best = BestWeights(lambda: next(losses), {"w": weight}, count=50, last=100)
     for step in range(1, 9):
         weight.fill_(step)
         assert best.observe(step).keys() == ({"held_out_loss"} if step % 2 == 0 else set())
@@ -135,6 +137,27 @@ def test_the_best_weights_are_kept(tune, pruned, monkeypatch, tmp_path):
     result = tune("run", "--evals", "6")
     assert (result["status"], result["steps"], result["held_out"]["best_step"]) == ("complete", 6, 0)
     assert not changed(tmp_path / "run", pruned)
+
+
+@pytest.mark.parametrize(
+    ("count", "steps"), [(2, [0, 6, 11]), (10, [0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]), (20, range(12))]
+)
+def test_the_held_out_loss_is_measured_at_the_start_and_so_many_times(count, steps):
+    best = BestWeights(lambda: 0.0, {}, count, last=11)
+    assert [step for step in range(12) if best.measures(step)] == [*steps]
+
+
+@pytest.mark.parametrize(
+    ("held_out", "groups"),
+    [(0, "0123 4567"), (1, "0123 456 7"), (4, "0123 4567"), (5, "012 3 4567"), (7, "0 123 4567")],
+)
+def test_samples_are_held_out_not_batches(held_out, groups):
+    ids = torch.arange(8)[:, None].expand(8, 3)
+    batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(4)]
+    training, measured = split(batches, FinetuneOptions(held_out=held_out))
+    found = [*(training[index] for index in range(len(training))), *measured]
+    assert ["".join(map(str, batch["input_ids"][:, 0].tolist())) for batch in found] == groups.split()
+    assert sum(len(batch["labels"]) for batch in measured) == held_out
 
 
 def test_prune_and_finetune_in_one_command_equal_the_two_commands(text_file, tmp_path):

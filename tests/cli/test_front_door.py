@@ -166,9 +166,10 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [1
         (OSError(errno.EFBIG, "", "a"), "the file would be larger than allowed (ulimit -f) while writing a; free"),
         (RuntimeError(f"I/O error: File too large (os error {errno.EFBIG})"), "the file would be larger than allowed"),
         (RuntimeError(GLOO), "another process of this run has ended"),
+        (torch.OutOfMemoryError("no memory."), "no memory; lower --seq_len, or use --precision bf16, in training --"),
     ],
 )
-def test_errors_of_the_disk_and_of_other_processes_are_named(error, text):
+def test_errors_of_disk_memory_and_other_processes_are_named(error, text):
     assert describe_error(error).startswith(text)
 
 

@@ -114,7 +114,11 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --device cuda:7", "cuda:7 .. --device cpu"),
     ("train --device meta", "--device meta: not usable here .. --device cpu"),
     ("evaluate dense --seq_len 0", "--seq_len 0: must be at least 2"),
-    ("evaluate dense --limit 5", "--limit 5: limits the questions of --tasks; give --tasks, or leave it out"),
+    ("evaluate dense --limit 5", "--limit: only for --tasks; add --tasks, or leave out --limit"),
+    ("evaluate dense --data_dir .", "--data_dir: only for --tasks"),
+    ("evaluate dense --batch_size 3", "--batch_size: only for --tasks"),
+    ("evaluate dense --allow_other_base", "--allow_other_base: only for --masks"),
+    ("evaluate dense --data text.jsonl --split train", "--split train: a local file has no splits; leave it out"),
     ("evaluate dense --max_windows 0", "--max_windows 0"),
     ("evaluate dense --json absent/scores.jsonl", "absent/scores.jsonl .. no such folder"),
     ("evaluate dense --json c.yaml/scores.jsonl", "c.yaml/scores.jsonl .. no such folder"),
@@ -190,7 +194,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("pack pruned --bits 4 --calibrate /absent.txt", "/absent.txt"),
     ("pack pruned --bits 4 --calibrate ''", "no such file"),
     ("pack pruned --bits 4 --calibrate builtin --num_samples 0", "--num_samples 0: must be"),
-    ("pack pruned --num_samples 7", "--num_samples .. add --calibrate"),
+    ("pack pruned --num_samples 7 --text_field a", "--num_samples, --text_field: only for --calibrate; add"),
     ("pack pruned --include (", "regular expression"),
     (
         "pack pruned --exclude proj",
@@ -254,11 +258,11 @@ BEFORE_THE_WORK = [
     ("train --data pipe", "a.jsonl: not a regular file in this folder"),
     ("train --data empty.jsonl", "empty.jsonl"),
     ("train --data broken.jsonl", "broken.jsonl .. 2"),
-    ("train --data other.jsonl", "no field 'text'; set --text_field to one of: body"),
+    ("train --data other.jsonl", "no field 'text'; set --text_field to one of: body; .. 'text', rename the field"),
     ("train --text_field content", "content .. text"),
     (
         "train --num_samples 100 --gradient_accumulation_steps 50",  # the file has 40 documents
-        "--gradient_accumulation_steps 50 .. needs 50 batches .. has 40",
+        "--gradient_accumulation_steps 50 .. needs 50 batches, there are 40 to train on .. more samples (more text",
     ),
     ("train --pattern 2:5", "q_proj .. [32, 32] .. multiple of 5 .. --exclude"),
     ("train --seq_len 1000", "context length of 128 .. lower --seq_len"),
@@ -295,7 +299,7 @@ BEFORE_THE_WORK = [
     ("evaluate nan-layer --data text.jsonl", f"{UP}.weight: has weights that are NaN"),
     ("evaluate no-tokenizer --data text.jsonl", "no tokenizer.json or other tokenizer files"),
     ("evaluate dense --data text.jsonl --masks directory", "a directory; give the masks.safetensors in it"),
-    ("evaluate dense --data short.txt", "--seq_len 64: the text has 11 tokens; lower it"),
+    ("evaluate dense --data text.jsonl short.txt", "--seq_len 64: short.txt has 11 tokens; lower it"),
     ("evaluate dense --data text.jsonl --seq_len 1000000", "1000000 .. length of 128 .. lower --seq_len"),
     ("evaluate dense --masks no-layer.safetensors --allow_other_base", "layers.9.mlp .. no such linear layer"),
     ("evaluate dense --masks no-shape.safetensors --allow_other_base", "up_proj .. [8, 8] .. has shape [64, 32]"),
@@ -303,6 +307,7 @@ BEFORE_THE_WORK = [
     ("apply nan-layer pruned", f"{UP} .. NaN"),
     ("apply packed pruned", "not dense .. proxsparse pack MODEL_DIR --unpack"),
     ("apply other-vocabulary pruned", "belong to .. --allow_other_base"),
+    ("pack pruned --bits 4 --calibrate other.jsonl --text_field a", "no field 'a'; set --text_field to one of: body"),
     ("pack pruned --bits 4 --calibrate builtin --seq_len 9999", "--seq_len 9999 .. context length"),
 ]
 
@@ -376,7 +381,7 @@ def test_prune_names_the_layer_whose_inputs_are_not_finite(method, places, tmp_p
     set_last(UP, torch.finfo(torch.bfloat16).max)(model)
     monkeypatch.chdir(places)
     flags = [*COMMANDS["prune"][1].split(), "--model", model, "--method", method, "--output_dir", tmp_path / "out"]
-    refused(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
+    refused(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision fp32 (pack: no --")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".proxsparse.json", "config.yaml", "checkpoints"}
 
 

@@ -87,7 +87,7 @@ def test_an_unset_window_fits_a_short_text(tiny_llama, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("The quick brown fox jumps over the lazy dog.")
     call(evaluate.main, tiny_llama, "--data", tmp_path / "short.txt")
     printed = capsys.readouterr()
-    assert "the length of the text (default: 2048)" in printed.err
+    assert "short.txt (default: 2048)" in printed.err
     assert re.search(r": 1 windows? of 4\d tokens", printed.out)
 
 
