@@ -20,7 +20,7 @@ from proxsparse.run.args import BOS_HELP
 from proxsparse.run.result import finite
 from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import Parser
-from proxsparse.runtime.device import PRECISIONS, choose_device, choose_precision, version
+from proxsparse.runtime.device import PRECISIONS, choose_device, choose_precision, precision_name, version
 from proxsparse.runtime.progress import write_line
 
 DESCRIPTION = """\
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     model, tokenizer = load_model(options.model, weight_dtype)
     for note in model.source.notes:
         write_line(f"WARNING: {note}")
-    identity = {"model": options.model, "precision": options.precision}
+    identity = {"model": options.model, "precision": precision_name(options.precision, device)}
     refuse_not_finite(model)
     if masks is not None:
         refuse_packed(model)

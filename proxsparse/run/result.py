@@ -23,7 +23,7 @@ from proxsparse.patterns import NMPattern, pattern_name
 from proxsparse.run.args import PROXSPARSE, EvaluateArgs, RunArgs
 from proxsparse.run.sections import BOS, cost_text, each_value, named_scores, shareable
 from proxsparse.runtime.command import command_line
-from proxsparse.runtime.device import environment, peak_memory_bytes
+from proxsparse.runtime.device import environment, peak_memory_bytes, precision_name
 from proxsparse.runtime.distributed import on_rank_zero, world_size
 
 # If fewer blocks than this are N:M, the final projection determines most of the mask.
@@ -152,6 +152,7 @@ def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
     result = {
         "version": __version__,
         **{key: flags[key] for key in IDENTITY if key in flags},
+        "precision": precision_name(args.hardware.precision, device),
         "command": command_line(),
         "config": args.flags(),
         "environment": environment(device),

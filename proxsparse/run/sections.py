@@ -105,9 +105,11 @@ def cost_text(result: dict) -> str:
 
 def settings_text(result: dict) -> str:
     """The calibration data and the flags of a run."""
-    used = {name: result.get(name) for name in ("seq_len", "teacher")}
+    used = {name: result.get(name) for name in ("seq_len", "teacher", "precision")}
     used |= {"eval_seq_len": (result["perplexity"] or {}).get("seq_len")}
-    settings = {key: used.get(key) if value is None else value for key, value in result["config"].items()}
+    settings = {
+        key: used.get(key, value) if value in (None, "auto") else value for key, value in result["config"].items()
+    }
     rows = [(f"`{key}`", "not set" if value is None else value) for key, value in settings.items()]
     if "reg_lambda" in result:
         low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
