@@ -11,7 +11,7 @@ from proxsparse.data.sources import evaluation_split, evaluation_text
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
 from proxsparse.evaluation.perplexity import perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, zero_shot
-from proxsparse.io.mask_files import masks_sha256, read_masks, refuse_other_base
+from proxsparse.io.mask_files import masks_sha256, notes_on, read_masks, refuse_other_base
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     splits = {source: options.split or evaluation_split(source) for source in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     model, tokenizer = load_model(options.model, weight_dtype)
-    for note in model.source.notes:
+    for note in [*model.source.notes, *notes_on(recorded)]:
         write_line(f"WARNING: {note}")
     identity = {"model": options.model, "precision": precision_name(options.precision, device)}
     refuse_not_finite(model)
