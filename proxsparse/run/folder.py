@@ -31,7 +31,8 @@ from proxsparse.run import result as results
 from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
 from proxsparse.run.model_card import card_text
 from proxsparse.run.report import write_report
-from proxsparse.run.sections import NAMES
+from proxsparse.run.given import GivenMasks
+from proxsparse.run.sections import NAMES, counted, shortened
 from proxsparse.runtime.device import choose_precision
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
 from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_and_move_
@@ -59,6 +60,7 @@ class Run:
     patterns: dict[str, NMPattern] = field(init=False)  # of these layers
     pretrained: dict[str, Tensor] = field(init=False)  # parameter name -> W0, the rows of this process
     evaluate: Callable[[nn.Module, str], Perplexity | None] = lambda model, name: None  # held-out perplexity
+    given: GivenMasks = field(init=False)  # of the layers that are pruned before the run
     scores: dict[str, Perplexity | None] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
@@ -89,7 +91,7 @@ class Run:
         place = self.device, self.weight_dtype, hardware.pretrained_weights or "cpu", hardware.shard_within_node
         self.pretrained = shard_and_move_(self.model, blocks, *place)
 
-    def save(self, pruned: Pruned, base: dict[str, str]) -> dict:
+    def save(self, pruned: Pruned) -> dict:
         """Writes the model under its masks (dense, zeros +0.0), its tokenizer, and the masks, atomically.
 
         Returns the entries of result.json about the masks and the layers; right on rank zero. `base`: the pretrained
@@ -97,18 +99,25 @@ class Run:
         """
         snap_(self.model, self.pretrained, pruned.masks, pruned.trained)
         masks = gather_masks(pruned.masks, {name: layer.weight for name, layer in self.layers.items()})
-        trained = gather_parameters(self.model, pruned.trained)
+        trained, given = gather_parameters(self.model, pruned.trained), self.given
+        updated = bool(pruned.trained) or given.differ_from_base(masks)
+        every, patterns = given.masks | masks, given.patterns | self.patterns
 
         def write() -> None:
             whole = whole_model(self.model, self.args.model.model, masks, trained)
             with atomic_directory(self.folder.path) as scratch:
-                save_masks(scratch / output_folder.MASKS, masks, self.patterns, **base)
+                save_masks(scratch / output_folder.MASKS, every, patterns, **given.base, updated=updated)
                 save_model(scratch, whole, self.tokenizer)
 
         on_rank_zero(write)
         pruned.stop.agree()
         pruned.stop.restore()
-        return {"masks_sha256": masks_sha256(masks)} | results.layer_figures(self.model, self.layers, self.patterns)
+        facts = {"base_model": given.base["base_model"], "updated": updated, "masks_sha256": masks_sha256(every)}
+        if given.patterns:
+            facts["already_pruned"] = counted(given.patterns)
+        if others := given.patterns.keys() - self.patterns.keys():
+            facts["not_selected"] = len(others)
+        return facts | results.layer_figures(self.model, patterns)
 
     def finish(self, pruned: Pruned, samples: int | None, figures: dict) -> int:
         """Measures the perplexity under the masks and those of the baselines, and writes the results.

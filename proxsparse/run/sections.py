@@ -2,7 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,11 +11,18 @@ MEASURED_ON = ("data", "seq_len", "windows", "tokens", "bos")  # of the perplexi
 BOS = {"each": ", bos before each", "first": ", bos before the first", "none": ""}  # where bos stands in the windows
 NAMES = {
     "dense": "dense model",
+    "given": "given model",
     "magnitude": "magnitude mask",
     "proxsparse": "ProxSparse mask",
     "pruned": "before fine-tuning",
     "finetune": "fine-tuned",
 }
+
+
+def counted(patterns: Mapping[str, object]) -> str:
+    """How many layers have each pattern; `patterns`: by layer name."""
+    counts = Counter(map(str, patterns.values()))
+    return ", ".join(f"{number(count)} x {pattern}" for pattern, count in sorted(counts.items()))
 
 
 def number(value: float | None) -> str:
