@@ -49,7 +49,7 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     distributed.init_process_group(device)
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
-        if on_rank_zero(lambda: run_folder.nothing_left(folder)):
+        if on_rank_zero(lambda: run_folder.nothing_left(folder, args)):
             return 0
         if args.training:
             processes = world_size(), distributed.local_world_size()
