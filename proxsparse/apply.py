@@ -10,7 +10,7 @@ from pathlib import Path
 from proxsparse.errors import run_command
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory
-from proxsparse.io.mask_files import masks_sha256, read_masks, refuse_other_base, save_masks
+from proxsparse.io.mask_files import masks_sha256, notes_on, read_masks, refuse_other_base, save_masks
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model, save_model
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             refuse_other_base(recorded, base, f"MASKS {path}")
         apply_masks_(model, masks)
         require_space_for(model, target)
-        made_for, notes = recorded.get("base_model", ""), model.source.notes
+        made_for, notes = recorded.get("base_model", ""), [*model.source.notes, *notes_on(recorded)]
         card = applied_card_text(options.base, made_for, pattern, len(masks), masks_sha256(masks), notes)
         with atomic_directory(target) as scratch:
             save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
@@ -48,8 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
             save_model(scratch, model, tokenizer)
     print(f"masked {len(masks)} linear layers ({pattern}); all other parameters are those of {options.base}")
     print(*(f"WARNING: {note}\n" for note in notes), f"saved to {options.output_dir}", sep="")
-    if output_folder.read_result(path.parent).get("updated"):
-        print(f"note: the run in {path.parent} also changed the kept weights; this model has the pretrained ones")
     return 0
 
 

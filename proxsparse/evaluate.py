@@ -11,7 +11,7 @@ from proxsparse.data.sources import evaluation_split, evaluation_text, is_local
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
 from proxsparse.evaluation.perplexity import WINDOW, perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, zero_shot
-from proxsparse.io.mask_files import masks_sha256, read_masks, refuse_other_base
+from proxsparse.io.mask_files import masks_sha256, notes_on, read_masks, refuse_other_base
 from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
@@ -20,7 +20,7 @@ from proxsparse.run.args import BOS_HELP
 from proxsparse.run.result import finite
 from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import Parser
-from proxsparse.runtime.device import PRECISIONS, choose_device, choose_precision, version
+from proxsparse.runtime.device import PRECISIONS, choose_device, choose_precision, precision_name, version
 from proxsparse.runtime.progress import write_line
 
 DESCRIPTION = """\
@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     splits = {name: None if is_local(name) else options.split or evaluation_split(name) for name in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     model, tokenizer = load_model(options.model, weight_dtype)
-    for note in model.source.notes:
+    for note in [*model.source.notes, *notes_on(recorded)]:
         write_line(f"WARNING: {note}")
-    identity = {"model": options.model, "precision": options.precision}
+    identity = {"model": options.model, "precision": precision_name(options.precision, device)}
     refuse_not_finite(model)
     if masks is not None:
         refuse_packed(model)

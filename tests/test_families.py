@@ -240,9 +240,9 @@ def test_a_model_that_is_pruned_already_is_named(tiny_llama, tmp_path, capsys):
     once, twice = tmp_path / "once", tmp_path / "twice"
     for before, after in ((tiny_llama, once), (once, twice)):
         card, lines = (pruned(before, after) / "README.md").read_text(), capsys.readouterr().err
-        assert ("already 2:4: 14 of 14 layers" in lines) == (after == twice)
+        assert ("starts from a pruned model: 14 x 2:4" in lines) == (after == twice)
         assert ("pretrained ones, unchanged" in card) == (after == once)
-        assert ("14 of these layers were 2:4 before the run" in card) == (after == twice)
+        assert ("pruned before the run: 14 x 2:4" in card) == (after == twice)
 
 
 def test_different_dtypes_under_autocast_name_the_precision():

@@ -43,18 +43,21 @@ def save_masks(
     base_model: str = "",
     base_revision: str = "",
     base_weights_sha256: str = "",
+    updated: bool = False,
 ) -> None:
     """Writes masks.safetensors.
 
     Per layer `<module name>`: uint8 [out_features, ceil(in_features / 8)], numpy.packbits(mask, axis=-1,
-    bitorder="little"). Metadata: format, pattern, bitorder, what is known of the pretrained model, and in_features of
-    every layer as JSON. If the patterns differ: pattern "mixed", and `patterns` of every layer as JSON.
+    bitorder="little"). Metadata: format, pattern, bitorder, what is known of the pretrained model, updated, and
+    in_features of every layer as JSON. If the patterns differ: pattern "mixed", and `patterns` of every layer as JSON.
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
         pattern: one for all layers, or layer name -> pattern; None: that which each mask keeps exactly.
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
+        updated: whether the pruned model has other weights than the pretrained ones under the masks, as after
+            fine-tuning.
     Raises:
         InputError: there is no mask, or one is not a bool matrix, has no pattern or does not keep exactly n of every m
             weights; there is no such directory.
@@ -85,7 +88,7 @@ def save_masks(
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
     base = zip(BASE, (base_model, base_revision, base_weights_sha256), strict=True)
-    metadata |= {name: str(value or "") for name, value in base}
+    metadata |= {name: str(value or "") for name, value in base} | {"updated": str(updated).lower()}
     if metadata["pattern"] == MIXED:
         metadata["patterns"] = json.dumps(patterns)
     with atomic_write(Path(path)) as temporary:
@@ -170,6 +173,12 @@ def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, 
         return {}, {}
     _, patterns, metadata = read_masks(path)
     return patterns, {key: metadata.get(key, "") for key in BASE}
+
+
+def notes_on(recorded: Mapping[str, str]) -> list[str]:
+    """What the user of masks must be told, by the metadata of their file."""
+    note = "the run that wrote these masks also changed weights: the base model under them is another model"
+    return [note] * (recorded.get("updated") == "true")
 
 
 def is_mask_file(path: Path) -> bool:

@@ -1,6 +1,8 @@
 """A run and its output directory: opening, saving the model, scoring, finishing."""
 
+import itertools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +31,10 @@ from proxsparse.models.snap import apply_masks_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import result as results
 from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
+from proxsparse.run.given import GivenMasks
 from proxsparse.run.model_card import card_text
 from proxsparse.run.report import write_report
-from proxsparse.run.sections import NAMES
+from proxsparse.run.sections import NAMES, counted, shortened
 from proxsparse.runtime.device import choose_precision
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
 from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_and_move_
@@ -57,6 +60,7 @@ class Run:
     tokenizer: object = field(init=False)
     layers: dict[str, nn.Linear] = field(init=False)  # that are pruned
     patterns: dict[str, NMPattern] = field(init=False)  # of these layers
+    given: GivenMasks = field(init=False)  # of the layers that are pruned before the run
     pretrained: dict[str, Tensor] = field(init=False)  # parameter name -> W0, the rows of this process
     evaluate: Callable[[nn.Module, str], Perplexity | None] = lambda model, name: None  # held-out perplexity
     scores: dict[str, Perplexity | None] = field(default_factory=dict)
@@ -89,26 +93,33 @@ class Run:
         place = self.device, self.weight_dtype, hardware.pretrained_weights or "cpu", hardware.shard_within_node
         self.pretrained = shard_and_move_(self.model, blocks, *place)
 
-    def save(self, pruned: Pruned, base: dict[str, str]) -> dict:
+    def save(self, pruned: Pruned) -> dict:
         """Writes the model under its masks (dense, zeros +0.0), its tokenizer, and the masks, atomically.
 
-        Returns the entries of result.json about the masks and the layers; right on rank zero. `base`: the pretrained
-        model, see `models.loading.base_identity`.
+        The masks are those of the run, and those of the given model for its other layers. Returns the entries of
+        result.json about the masks and the layers; right on rank zero.
         """
         snap_(self.model, self.pretrained, pruned.masks, pruned.trained)
         masks = gather_masks(pruned.masks, {name: layer.weight for name, layer in self.layers.items()})
-        trained = gather_parameters(self.model, pruned.trained)
+        trained, given = gather_parameters(self.model, pruned.trained), self.given
+        updated = bool(pruned.trained) or given.differ_from_base(masks)
+        every, patterns = given.masks | masks, given.patterns | self.patterns
 
         def write() -> None:
             whole = whole_model(self.model, self.args.model.model, masks, trained)
             with atomic_directory(self.folder.path) as scratch:
-                save_masks(scratch / output_folder.MASKS, masks, self.patterns, **base)
+                save_masks(scratch / output_folder.MASKS, every, patterns, **given.base, updated=updated)
                 save_model(scratch, whole, self.tokenizer)
 
         on_rank_zero(write)
         pruned.stop.agree()
         pruned.stop.restore()
-        return {"masks_sha256": masks_sha256(masks)} | results.layer_figures(self.model, self.layers, self.patterns)
+        facts = {"base_model": given.base["base_model"], "updated": updated, "masks_sha256": masks_sha256(every)}
+        if given.patterns:
+            facts["already_pruned"] = counted(given.patterns)
+        if others := given.patterns.keys() - self.patterns.keys():
+            facts["not_selected"] = len(others)
+        return facts | results.layer_figures(self.model, patterns)
 
     def finish(self, pruned: Pruned, samples: int | None, figures: dict) -> int:
         """Measures the perplexity under the masks and those of the baselines, and writes the results.
@@ -242,7 +253,7 @@ def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: 
     return model
 
 
-def nothing_left(folder: OutputFolder) -> bool:
+def nothing_left(folder: OutputFolder, args: RunArgs) -> bool:
     """Whether the resumed run is complete. If so, repeats the last actions, which a kill may have prevented."""
     if not folder.complete:
         return False
@@ -250,4 +261,9 @@ def nothing_left(folder: OutputFolder) -> bool:
         write_report(folder.path)
     output_folder.remove_checkpoints(folder.path)
     print(f"{folder.path}: this run is complete; nothing to do")
+    made, asked = output_folder.read_result(folder.path).get("config", {}), vars(args.evaluate)
+    if asked["eval_data"] != "none" and any(made.get(name) != shortened(value) for name, value in asked.items()):
+        flags = [(f"--{name.removeprefix('eval_')}", str(value)) for name, value in asked.items() if value is not None]
+        command = shlex.join(["proxsparse", "evaluate", str(folder.path), *itertools.chain(*flags)])
+        print(f"the evaluation of these flags was not made; to make it: {command}")
     return True

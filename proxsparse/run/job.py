@@ -9,20 +9,22 @@ from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
 from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
+from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
-from proxsparse.io.mask_files import recorded_masks
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.checks import refuse_not_finite
-from proxsparse.models.layers import prunable_layers, pruned_layers, routers
-from proxsparse.models.loading import base_identity, load_model
-from proxsparse.patterns import NMPattern, PatternLike, pattern_of_zeros
+from proxsparse.models.layers import prunable_layers, refuse_packed, routers
+from proxsparse.models.loading import load_model
+from proxsparse.patterns import NMPattern, pattern_of_zeros
 from proxsparse.run import folder as run_folder
 from proxsparse.run import memory
 from proxsparse.run import result as results
 from proxsparse.run.args import RunArgs
 from proxsparse.run.folder import Run
+from proxsparse.run.given import given_masks
+from proxsparse.run.sections import counted
 from proxsparse.run.teacher import check_tokens, load_teacher
 from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device
@@ -47,7 +49,7 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     distributed.init_process_group(device)
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
-        if on_rank_zero(lambda: run_folder.nothing_left(folder)):
+        if on_rank_zero(lambda: run_folder.nothing_left(folder, args)):
             return 0
         if args.training:
             processes = world_size(), distributed.local_world_size()
@@ -62,14 +64,19 @@ def prune_model(run: Run) -> int:
     updated = method.updates_weights and options.get("update_weights", True)
     needs_data = method.needs_data or allocation.needs_data or args.finetune is not None
 
-    load(run, pattern, needs_data)
-    base, already = on_rank_zero(lambda: base_identity(args.model.model, run.model)), pruned_layers(run.layers, pattern)
-    on_rank_zero(lambda: describe_layers(run, already))
+    load(run, needs_data)
+    run.layers = prunable_layers(run.model, pattern, args.model.include, args.model.exclude)
+    run.given = given_masks(args.model.model, run.model)
+    if args.finetune and args.finetune.distill and run.given.names_base:
+        remedy = "leave --finetune out, then run proxsparse finetune on the --output_dir"
+        raise InputError(f"--finetune: its teacher would be {args.model.model}, which is pruned; {remedy}")
+    on_rank_zero(lambda: describe_layers(run))
 
     batches, seq_len = calibrate(run, needs_data)
     checkpoints = run.checkpoints(batches)
     run.begin(run.layers if updated else {})
-    run.scores["dense"] = run.evaluate(run.model, "dense")
+    first = "given" if run.given.patterns else "dense"
+    run.scores[first] = run.evaluate(run.model, first)
 
     with autocast(run.device, run.compute_dtype):
         more = args.options_of(allocation)
@@ -84,9 +91,7 @@ def prune_model(run: Run) -> int:
             pruned = fine_tuned(run, method.name, batches, checkpoints, teacher, {})
             pruned.trained |= updated_weights
 
-    figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
-    figures |= {"already_pruned": len(already)} if already else {}
-    figures |= run.save(pruned, base)
+    figures = {"seq_len": seq_len, "paper": method.paper} | run.save(pruned)
     return run.finish(pruned, batches.samples if needs_data else None, figures)
 
 
@@ -94,16 +99,18 @@ def finetune_model(run: Run) -> int:
     """One pruned model, whose kept weights are trained."""
     args, given = run.args, run.args.model.pattern
 
-    recorded, base = on_rank_zero(lambda: recorded_masks(args.model.model))  # of the folder, if a run wrote it
-    load(run, recorded or given or "2:4", True)
-    base = base or on_rank_zero(lambda: base_identity(args.model.model, run.model))
-    run.patterns = recorded or {
-        name: NMPattern.parse(given or pattern_of_zeros(name, layer.weight) or "2:4")
+    load(run, True)
+    run.given = given_masks(args.model.model, run.model)
+    recorded = run.given.patterns if run.given.recorded else None
+    run.layers = prunable_layers(run.model, recorded or given or "2:4", args.model.include, args.model.exclude)
+    run.patterns = {
+        name: recorded[name] if recorded else NMPattern.parse(given or pattern_of_zeros(name, layer.weight) or "2:4")
         for name, layer in run.layers.items()
     }
     require_held(run.layers, run.patterns)
-    teacher = args.model.teacher or (base["base_model"] if args.options.distill else None)
-    teacher_base = {} if args.model.teacher else base
+    on_rank_zero(lambda: describe_layers(run))
+    teacher = args.model.teacher or (run.given.base["base_model"] if args.options.distill else None)
+    teacher_base = {} if args.model.teacher else run.given.base
     if teacher:
         check_tokens(run.tokenizer, teacher, teacher_base)
 
@@ -114,24 +121,23 @@ def finetune_model(run: Run) -> int:
     with autocast(run.device, run.compute_dtype):
         pruned = fine_tuned(run, "pruned", batches, checkpoints, teacher, teacher_base)
 
-    figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
-    figures |= {"base_model": base["base_model"], "teacher": teacher}
-    figures |= run.save(pruned, base)
+    figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "teacher": teacher}
+    figures |= run.save(pruned)
     return run.finish(pruned, batches.samples, figures)
 
 
 # ---------------------------------------------------------------------------------------------- stages
 
 
-def load(run: Run, pattern: PatternLike | dict[str, NMPattern], needs_data: bool) -> None:
-    """Loads the model, on the CPU, and its tokenizer, and finds the layers of the run; the texts are checked first."""
+def load(run: Run, needs_data: bool) -> None:
+    """Loads the model, on the CPU, and its tokenizer; the texts are checked first."""
     args = run.args
     sources = [args.evaluate.eval_data, *[args.data.data] * needs_data]
     on_rank_zero(lambda: [check_source(source) for source in sources])
     torch.manual_seed(args.hardware.seed)
     run.model, run.tokenizer = load_model(args.model.model)
+    refuse_packed(run.model)
     refuse_not_finite(run.model)
-    run.layers = prunable_layers(run.model, pattern, args.model.include, args.model.exclude)
 
 
 def fine_tuned(
@@ -149,20 +155,22 @@ def fine_tuned(
         dense, identity = load_teacher(teacher, run.model, base, run.args.hardware.shard_within_node)
         checkpoints = replace(checkpoints, identity=checkpoints.identity | identity)
     run.scores[name] = run.evaluate(run.model, name)  # after the teacher has been checked
-    if dense is not None and "dense" not in run.scores:  # `prune --finetune` has measured it
+    if dense is not None and not run.scores.keys() & {"dense", "given"}:  # `prune --finetune` has measured it
         run.scores["dense"] = run.evaluate(dense, "dense")
     data = run.model, run.layers, batches, run.patterns, checkpoints
     return train_kept_weights(*data, dense, **vars(run.args.training))
 
 
-def describe_layers(run: Run, already: list[str]) -> None:
-    """Prints lines on routers that stay dense, and on layers that are N:M before the run."""
-    dense = [name for name in routers(run.model) if name not in run.layers]
-    if dense and not run.args.model.exclude:
+def describe_layers(run: Run) -> None:
+    """Prints lines on routers that stay dense, and on layers that are pruned before the run."""
+    before, finetune = run.given.patterns, run.args.command == "finetune"
+    dense = [name for name in routers(run.model) if name not in {**run.layers, **before}]
+    if dense and not run.args.model.exclude and not finetune:
         write_line(f"{len(dense)} routers stay dense, such as {dense[0]}; to prune them too: --include router gate .")
-    if already:
-        count = f"{len(already)} of {len(run.layers)} layers, such as {already[0]}"
-        write_line(f"already {run.args.model.pattern}: {count}; this run starts from a pruned model")
+    if before and not finetune:
+        write_line(f"this run starts from a pruned model: {counted(before)}, such as {next(iter(before))}")
+    if others := [name for name in before if name not in run.layers]:
+        write_line(f"{len(others)} pruned layers are not selected, such as {others[0]}: they keep weights and masks")
 
 
 def calibrate(run: Run, needs_data: bool) -> tuple[TokenBatches | list, int | None]:

@@ -1,13 +1,13 @@
 """README.md of a run: the model card of the pruned model."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 from proxsparse.patterns import MIXED
+from proxsparse.run import sections
 from proxsparse.run.sections import cost_text, number, page, perplexity_text, settings_text, shortened, top_text
 
 # How the model tree of the Hub lists the result below its base model. It knows adapter, finetune, merge and quantized.
@@ -29,7 +29,7 @@ LICENCE = "The licence and the limitations of the pretrained model apply."
 def card_text(result: dict) -> str:
     """The model card of a pruned model. `result`: the content of its result.json."""
     base, pattern, method = result.get("base_model") or result["model"], result["pattern"], result["method"]
-    already, updated = result.get("already_pruned"), result.get("updated")
+    already, left, updated = result.get("already_pruned"), result.get("not_selected"), result.get("updated")
     given = "those of the given model" if already else "the pretrained ones"
     name, others = f"with {method}", f"All other parameters are {given}."
     how = f"The mask was chosen by `{method}` ({result.get('paper')})."
@@ -42,12 +42,11 @@ def card_text(result: dict) -> str:
         others = f"Norms and biases were trained too; all other parameters are {given}."
     kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
     if pattern == MIXED:
-        counts = Counter(result["patterns"].values())
-        pattern = ", ".join(sorted(counts))
-        kept_share = ", ".join(f"{number(count)} x {each}" for each, count in sorted(counts.items()))
+        pattern, kept_share = ", ".join(sorted({*result["patterns"].values()})), sections.counted(result["patterns"])
     kept = "have new values" if updated else f"are {given}, unchanged"
-    if already:
-        kept += f" ({number(already)} of these layers were {pattern} before the run)"
+    before = [f"pruned before the run: {already}"] * bool(already)
+    before += [f"{number(left)} of these layers were not selected and are unchanged"] * bool(left)
+    kept += f" ({'; '.join(before)})" * bool(before)
     steps = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if "steps" in result else ""
     text = (
         f"{base} with {kept_share} in {number(result['layers'])} linear layers.\n{how} The kept weights {kept}; the "

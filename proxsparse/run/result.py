@@ -1,6 +1,5 @@
 """The content of result.json, and the summary on the terminal."""
 
-import collections
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -21,9 +20,9 @@ from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.models.unfold_linears import unfolded_layers
 from proxsparse.patterns import NMPattern, pattern_name
 from proxsparse.run.args import PROXSPARSE, EvaluateArgs, RunArgs
-from proxsparse.run.sections import BOS, cost_text, each_value, named_scores, shareable
+from proxsparse.run.sections import BOS, cost_text, counted, each_value, named_scores, shareable
 from proxsparse.runtime.command import command_line
-from proxsparse.runtime.device import environment, peak_memory_bytes
+from proxsparse.runtime.device import environment, peak_memory_bytes, precision_name
 from proxsparse.runtime.distributed import on_rank_zero, world_size
 
 # If fewer blocks than this are N:M, the final projection determines most of the mask.
@@ -93,12 +92,13 @@ def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> di
     return {"data": eval_data} | measured_on | {name: score.value for name, score in scores.items()}
 
 
-def layer_figures(model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> dict:
-    """The entries of result.json about the layers; dense_share: the share of the blocks' weights in other layers.
+def layer_figures(model: nn.Module, patterns: dict[str, NMPattern]) -> dict:
+    """The entries of result.json about the pruned layers; dense_share: the share of the blocks' weights in others.
 
     arithmetic (dense is 1) and bytes a weight in bf16 are means over all linear layers of the decoder blocks, packed.
     """
     linears, unfolded = body_linears(model), unfolded_layers(model)
+    layers = {name: linears[name] for name in patterns}
     packed = {name: pattern for name, pattern in patterns.items() if linears[name] not in unfolded}
     arithmetic, size = packed_cost(linears, packed)
     return {
@@ -153,6 +153,7 @@ def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
     result = {
         "version": __version__,
         **{key: flags[key] for key in IDENTITY if key in flags},
+        "precision": precision_name(args.hardware.precision, device),
         "command": command_line(),
         "config": args.flags(),
         "environment": environment(device),
@@ -175,9 +176,9 @@ def summary(result: dict, run_dir: Path) -> str:
             f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens{BOS[table['bos']]}"
         ]
         lines += [f"  {name:<20}{score:>10.2f}" for name, score in named_scores(table).items()]
-    counts = collections.Counter(result["patterns"].values())
-    spread = ", ".join(f"{count} x {pattern}" for pattern, count in sorted(counts.items()))
-    lines += [f"layers ({result['allocation']}): {spread}; {result['kept']:.2%} of their weights kept"]
+    lines += [
+        f"layers ({result['allocation']}): {counted(result['patterns'])}; {result['kept']:.2%} of their weights kept"
+    ]
     lines += [cost_text(result)]
     if (dense := result["dense_share"]) >= NOTABLE:
         lines += [f"{dense:.1%} of the weights of the decoder blocks are in other layers and stay dense"]

@@ -2,7 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,11 +11,18 @@ MEASURED_ON = ("data", "seq_len", "windows", "tokens", "bos")  # of the perplexi
 BOS = {"each": ", bos before each", "first": ", bos before the first", "none": ""}  # where bos stands in the windows
 NAMES = {
     "dense": "dense model",
+    "given": "given model",
     "magnitude": "magnitude mask",
     "proxsparse": "ProxSparse mask",
     "pruned": "before fine-tuning",
     "finetune": "fine-tuned",
 }
+
+
+def counted(patterns: Mapping[str, object]) -> str:
+    """How many layers have each pattern; `patterns`: by layer name."""
+    counts = Counter(map(str, patterns.values()))
+    return ", ".join(f"{number(count)} x {pattern}" for pattern, count in sorted(counts.items()))
 
 
 def number(value: float | None) -> str:
@@ -105,9 +113,11 @@ def cost_text(result: dict) -> str:
 
 def settings_text(result: dict) -> str:
     """The calibration data and the flags of a run."""
-    used = {name: result.get(name) for name in ("seq_len", "teacher")}
+    used = {name: result.get(name) for name in ("seq_len", "teacher", "precision")}
     used |= {"eval_seq_len": (result["perplexity"] or {}).get("seq_len")}
-    settings = {key: used.get(key) if value is None else value for key, value in result["config"].items()}
+    settings = {
+        key: used.get(key, value) if value in (None, "auto") else value for key, value in result["config"].items()
+    }
     rows = [(f"`{key}`", "not set" if value is None else value) for key, value in settings.items()]
     if "reg_lambda" in result:
         low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])

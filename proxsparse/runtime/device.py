@@ -45,10 +45,13 @@ def bf16_is_fast(device: torch.device) -> bool:
 
 
 def choose_precision(precision: str, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
-    """--precision -> (dtype of the weights, dtype of autocast or None); auto: mixed where bf16 is fast, else fp32."""
-    if precision == "auto":
-        precision = "mixed" if bf16_is_fast(device) else "fp32"
-    return PRECISIONS[precision]
+    """--precision -> (dtype of the weights, dtype of autocast or None)."""
+    return PRECISIONS[precision_name(precision, device)]
+
+
+def precision_name(precision: str, device: torch.device) -> str:
+    """The --precision that is used; auto: mixed where bf16 is fast, else fp32."""
+    return {"auto": "mixed" if bf16_is_fast(device) else "fp32"}.get(precision, precision)
 
 
 @contextlib.contextmanager

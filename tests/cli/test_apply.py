@@ -1,6 +1,5 @@
 """`proxsparse.apply`: the model of a run from the pretrained model and the masks, and what it refuses."""
 
-import json
 import shutil
 
 import pytest
@@ -8,8 +7,8 @@ from commands import call, refused, result_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from proxsparse import apply
-from proxsparse.io.mask_files import recorded_masks
+from proxsparse import apply, evaluate
+from proxsparse.io.mask_files import BASE, read_masks, recorded_masks, save_masks
 
 
 def applied(base, masks, target, *flags):
@@ -36,11 +35,17 @@ def test_the_same_model_as_that_of_the_run(place, pruned_dir, tiny_llama, tmp_pa
     assert str(tiny_llama.parent) not in card
 
 
-def test_masks_of_a_fine_tuned_model_give_the_pretrained_weights_and_say_so(pruned_dir, tiny_llama, tmp_path, capsys):
-    tuned = shutil.copytree(pruned_dir, tmp_path / "tuned")
-    (tuned / "result.json").write_text(json.dumps({"updated": True}))
-    applied(tiny_llama, tuned, tmp_path / "model")
-    assert "also changed the kept weights; this model has the pretrained ones" in capsys.readouterr().out
+@pytest.mark.parametrize("updated", [False, True])
+def test_masks_of_a_run_that_changed_weights_say_so(updated, pruned_dir, tiny_llama, text_file, tmp_path, capsys):
+    masks, patterns, recorded = read_masks(pruned_dir / "masks.safetensors")
+    base = {name: recorded[name] for name in BASE}
+    save_masks(file := tmp_path / "masks.safetensors", masks, patterns, **base, updated=updated)
+    words = "WARNING: the run that wrote these masks also changed weights"
+    applied(tiny_llama, file, tmp_path / "model")
+    assert (words in capsys.readouterr().out) == updated
+    assert ("also changed weights" in (tmp_path / "model" / "README.md").read_text()) == updated
+    call(evaluate.main, tiny_llama, "--masks", file, "--data", text_file, "--max_windows", 1)
+    assert (words in capsys.readouterr().err) == updated
 
 
 def test_one_changed_weight_is_another_model(pruned_dir, tiny_llama, tmp_path, capsys):

@@ -13,6 +13,7 @@ from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.ops import nm_mask
+from proxsparse.runtime.device import PRECISIONS
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,7 @@ def test_several_texts_as_json_and_as_sentences(tiny_llama, text_file, other_tex
     each = [rows_printed(capsys, tiny_llama, "--data", text, "--seq_len", 64) for text in (text_file, other_text)]
     assert both == [row for only in each for row in only]
     assert [(row["data"], row["split"]) for row in both] == [(str(text_file), None), (str(other_text), None)]
+    assert all(row["precision"] in PRECISIONS for row in both)  # not auto
     assert all(row["windows"] * 64 == row["tokens"] and 1 < row["perplexity"] < 1000 for row in both)
     flags = [tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--max_windows", 2]
     (tmp_path / "scores.jsonl").touch()  # as a full disk leaves it

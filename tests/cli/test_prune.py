@@ -20,6 +20,7 @@ from proxsparse.prune import main
 from proxsparse.run import folder
 from proxsparse.run.args import SHARED
 from proxsparse.run.sections import NAMES, number
+from proxsparse.runtime.device import PRECISIONS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 
@@ -94,13 +95,15 @@ def test_shared_files_do_not_name_the_folders_of_this_machine(prune, tmp_path):
 def test_precisions_and_options_of_a_method(precision, prune, tiny_llama, tmp_path):
     updated = precision == "bf16"
     flags = ["--method", "sparsegpt", "--damping", "0.5", "--update_weights", str(updated).lower()]
-    assert prune("run", *flags, "--precision", precision)["updated"] == updated
+    result = prune("run", *flags, "--precision", precision)
+    assert (result["updated"], result["precision"]) == (updated, precision)
     check_pruned(tiny_llama, tmp_path / "run", updated=updated)
 
 
 def test_a_method_without_data_has_no_window_of_samples(prune):
     result = prune("run", "--method", "magnitude", "--eval_data", "none", "--seq_len", "1000")
     assert (result["seq_len"], result["samples"]) == (None, 0)
+    assert (result["precision"] in PRECISIONS, result["config"]["precision"]) == (True, "auto")  # the one that was used
 
 
 @pytest.mark.parametrize(

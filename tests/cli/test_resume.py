@@ -332,7 +332,12 @@ def test_last_starts_a_run_and_leaves_a_complete_one_alone(arguments_of, capsys,
     (run_dir / "checkpoints").mkdir()  # of a run that was killed after its last file
     monkeypatch.setattr(job, "load_model", None)
     assert main(arguments) == 0
-    assert "this run is complete; nothing to do" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "this run is complete; nothing to do" in printed
+    assert "not made" not in printed
+    assert main([*arguments, "--eval_data", "other.txt", "--eval_max_windows", "3"]) == 0
+    command = f"proxsparse evaluate {run_dir} --data other.txt --max_windows 3"
+    assert command in capsys.readouterr().out.replace(" --seq_len 32", "")
     assert {path.name: path.stat().st_mtime_ns for path in run_dir.iterdir()} == before
     refused(capsys, main, [*arguments, "--seed", "1"], "--seed 42 (now 1)")
     refused(capsys, main, arguments[:-2], "is not empty; choose another, or delete it")

@@ -1,0 +1,75 @@
+"""The layers of the given model that are pruned before the run. Those that the run does not prune keep their masks."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+from proxsparse.io.mask_files import BASE, read_masks
+from proxsparse.io.output_folder import MASKS
+from proxsparse.models.layers import body_linears
+from proxsparse.models.loading import base_identity
+from proxsparse.ops import nm_mask
+from proxsparse.patterns import NMPattern, pattern_of_zeros
+from proxsparse.runtime.distributed import on_rank_zero
+
+
+@dataclass(frozen=True)
+class GivenMasks:
+    """The masks of the given model, those of its masks.safetensors, else of its zeros."""
+
+    masks: dict[str, Tensor]  # layer name -> bool [out_features, in_features], True = kept; {} on other ranks than zero
+    patterns: dict[str, NMPattern]  # of these layers
+    recorded: dict[str, str]  # the metadata of masks.safetensors; {}: there is no file
+    base: dict[str, str]  # `base_identity` of the dense model that the file names, else of the given model
+
+    @property
+    def names_base(self) -> bool:
+        """Whether the file names the dense model."""
+        return bool(self.recorded.get("base_model"))
+
+    def differ_from_base(self, masks: dict[str, Tensor]) -> bool:
+        """Whether the given weights under these masks are other weights than those of the base under them."""
+        if not self.names_base:
+            return False
+        updated, again = self.recorded.get("updated") == "true", self.masks.keys() & masks.keys()
+        return updated or any(bool((masks[name] & ~self.masks[name]).any()) for name in again)
+
+
+def given_masks(name: str, model: nn.Module) -> GivenMasks:
+    """The masks of a model that was loaded by this name. Raises InputError if it is not pruned by its masks file."""
+    masks: dict[str, Tensor] = {}
+
+    def read() -> tuple:
+        path, linears = Path(name) / MASKS, body_linears(model)
+        if path.is_file():
+            found, patterns, recorded = read_masks(path)
+            for layer, mask in found.items():
+                if layer not in linears or not is_under(linears[layer].weight, mask):
+                    reason = f"its mask of layer {layer} is not that of the model in this folder"
+                    raise InputError(f"{path}: {reason}; delete the file, then the masks are those of the zeros")
+        else:
+            patterns, recorded = patterns_of(linears), {}
+            found = {layer: nm_mask(linears[layer].weight.detach().abs(), each) for layer, each in patterns.items()}
+        masks.update(found)
+        base = {key: recorded.get(key, "") for key in BASE} if recorded.get("base_model") else None
+        return patterns, recorded, base or base_identity(name, model)
+
+    return GivenMasks(masks, *on_rank_zero(read))
+
+
+def is_under(weight: Tensor, mask: Tensor) -> bool:
+    """Whether the weight has the shape of the mask and is 0 where the mask prunes."""
+    return weight.shape == mask.shape and not (weight.detach().bool() & ~mask).any()
+
+
+def patterns_of(layers: dict[str, nn.Linear]) -> dict[str, NMPattern]:
+    """Layer name -> pattern, for every layer whose zeros have a clear one."""
+    found = {}
+    for name, layer in layers.items():
+        with suppress(ValueError):
+            if pattern := pattern_of_zeros(name, layer.weight.detach()):
+                found[name] = pattern
+    return found
