@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
 from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
-from proxsparse.io.mask_files import recorded_masks
+from proxsparse.io.mask_files import load_masks, recorded_masks
+from proxsparse.io.output_folder import MASKS
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
@@ -28,7 +31,7 @@ from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device
 from proxsparse.runtime.distributed import on_rank_zero, world_size
 from proxsparse.runtime.progress import write_line
-from proxsparse.training.held_layer import require_held
+from proxsparse.training.held_layer import recorded_rows, require_held
 
 
 def prune(args: RunArgs) -> int:
@@ -81,7 +84,7 @@ def prune_model(run: Run) -> int:
             pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
         if args.finetune:
             updated_weights, teacher = pruned.trained, args.model.model if args.finetune.distill else None
-            pruned = fine_tuned(run, method.name, batches, checkpoints, teacher, {})
+            pruned = fine_tuned(run, method.name, batches, checkpoints, teacher, {}, pruned.masks)
             pruned.trained |= updated_weights
 
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
@@ -101,7 +104,8 @@ def finetune_model(run: Run) -> int:
         name: NMPattern.parse(given or pattern_of_zeros(name, layer.weight) or "2:4")
         for name, layer in run.layers.items()
     }
-    require_held(run.layers, run.patterns)
+    file = Path(args.model.model) / MASKS
+    on_rank_zero(lambda: require_held(run.layers, run.patterns, load_masks(file) if recorded else None))
     teacher = args.model.teacher or (base["base_model"] if args.options.distill else None)
     teacher_base = {} if args.model.teacher else base
     if teacher:
@@ -112,7 +116,8 @@ def finetune_model(run: Run) -> int:
     run.begin({})
 
     with autocast(run.device, run.compute_dtype):
-        pruned = fine_tuned(run, "pruned", batches, checkpoints, teacher, teacher_base)
+        masks = recorded_rows(file, run.layers) if recorded else None
+        pruned = fine_tuned(run, "pruned", batches, checkpoints, teacher, teacher_base, masks)
 
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
     figures |= {"base_model": base["base_model"], "teacher": teacher}
@@ -135,7 +140,13 @@ def load(run: Run, pattern: PatternLike | dict[str, NMPattern], needs_data: bool
 
 
 def fine_tuned(
-    run: Run, name: str, batches: TokenBatches, checkpoints: Checkpoints, teacher: str | None, base: dict
+    run: Run,
+    name: str,
+    batches: TokenBatches,
+    checkpoints: Checkpoints,
+    teacher: str | None,
+    base: dict,
+    masks: dict[str, Tensor] | None,
 ) -> Pruned:
     """Trains the kept weights.
 
@@ -143,6 +154,7 @@ def fine_tuned(
         name: of the score before the training.
         teacher: name of the dense model; None: none.
         base: what masks.safetensors records of the teacher, see `load_teacher`.
+        masks: see `train_kept_weights`.
     """
     dense = None
     if teacher:
@@ -152,7 +164,7 @@ def fine_tuned(
     if dense is not None and "dense" not in run.scores:  # `prune --finetune` has measured it
         run.scores["dense"] = run.evaluate(dense, "dense")
     data = run.model, run.layers, batches, run.patterns, checkpoints
-    return train_kept_weights(*data, dense, **vars(run.args.training))
+    return train_kept_weights(*data, dense, masks, **vars(run.args.training))
 
 
 def describe_layers(run: Run, already: list[str]) -> None:

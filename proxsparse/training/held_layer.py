@@ -1,14 +1,16 @@
 """A layer whose mask is held while its kept weights are trained: pruned weights stay +0.0, with zero moments."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
+from proxsparse.io.mask_files import read_rows
 from proxsparse.ops import nm_mask
 from proxsparse.patterns import NMPattern
-from proxsparse.runtime.sharding import local, sum_of_shards
+from proxsparse.runtime.sharding import first_row, local, sum_of_shards
 from proxsparse.training.learnable_layer import LearnableLayer
 
 
@@ -29,22 +31,39 @@ class HeldLayer(LearnableLayer):
             local(self.weight.grad).masked_fill_(~self.held, 0.0)
 
 
-def hold_layers(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> dict[str, HeldLayer]:
-    """Layer name -> the layer with the mask that its zeros define: the n largest weights of every block.
+def hold_layers(
+    layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], masks: dict[str, Tensor] | None = None
+) -> dict[str, HeldLayer]:
+    """Layer name -> the layer with its mask; without `masks`, that of its zeros: the n largest weights of every block.
 
     A block with more zeros than the pattern needs keeps the first of them, so every block keeps n weights that can be
-    trained. All processes of a sharded model must call it. Raises as `require_held`.
+    trained. All processes of a sharded model must call it. Args and Raises as `require_held`.
     """
-    require_held(layers, patterns)
+    require_held(layers, patterns, masks)
     found = {}
     for name, layer in layers.items():
         weight, pattern = local(layer.weight.detach()), patterns[name]
-        found[name] = HeldLayer(layer, layer.weight, weight, None, pattern, nm_mask(weight.abs(), pattern))
+        mask = nm_mask(weight.abs(), pattern) if masks is None else masks[name].to(weight.device)
+        found[name] = HeldLayer(layer, layer.weight, weight, None, pattern, mask)
     return found
 
 
-def require_held(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> None:
-    """Raises InputError if a layer is not N:M; names it."""
+def recorded_rows(path: Path, layers: dict[str, nn.Linear]) -> dict[str, Tensor]:
+    """Layer name -> the rows of this process of its mask in masks.safetensors, on the device of its weight."""
+    rows = {}
+    for name, layer in layers.items():
+        first = first_row(layer.weight)
+        rows[name] = slice(first, first + len(local(layer.weight)))
+    return {name: mask.to(layers[name].weight.device) for name, mask in read_rows(path, rows).items()}
+
+
+def require_held(
+    layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], masks: dict[str, Tensor] | None = None
+) -> None:
+    """Raises InputError if a layer is not N:M, or a weight outside its mask is not 0; names the layer.
+
+    masks: layer name -> bool, True = kept, the rows of this process; None: no mask is recorded.
+    """
     for name, layer in layers.items():
         weight, pattern = local(layer.weight.detach()), patterns[name]
         if more := int(sum_of_shards((~pattern.feasible_blocks(weight)).sum(), layer.weight)):
@@ -53,3 +72,13 @@ def require_held(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -
                 f"layer {name} is not {pattern}: {more:,} of its {blocks:,} blocks have more than {pattern.n} non-zero "
                 "weights; give a pruned model and its --pattern, or --exclude the layers that are dense"
             )
+        if masks is None:
+            continue
+        mask, what = masks[name].to(weight.device), ""
+        if mask.shape != weight.shape:
+            what = f"it has shape {list(mask.shape)}, the weight {list(weight.shape)}"
+        elif outside := int(sum_of_shards(((weight != 0) & ~mask).sum(), layer.weight)):
+            what = f"{outside:,} weights that it prunes are not 0"
+        if what:
+            remedy = "delete the file to find the masks from the zeros, and give --teacher or --distill 0"
+            raise InputError(f"layer {name}: masks.safetensors has the mask of other weights: {what}; {remedy}")
