@@ -22,19 +22,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def complete_(args: RunArgs) -> None:
-    """Sets a --pattern that is not given to the one that the model's masks.safetensors records.
+    """Sets a --pattern that is not given to the one that the model's masks.safetensors records, if it is one.
 
-    Without a recorded pattern, that of each layer is found from its zeros. Without distillation there is no teacher.
+    Without recorded patterns, that of each layer is found from its zeros. Without distillation there is no teacher.
     Raises InputError if there is no such model, another pattern is given, or no teacher is given or recorded.
     """
     model = args.model
     locate(model.model)
     patterns, base = recorded_masks(model.model)
-    names = {str(pattern) for pattern in patterns.values()}
-    recorded = names.pop() if len(names) == 1 else None
-    if recorded and model.pattern not in (None, recorded):
-        raise InputError(f"--pattern {model.pattern}: the masks of {model.model} are {recorded}; leave --pattern out")
-    model.pattern = model.pattern or recorded
+    recorded = sorted({str(pattern) for pattern in patterns.values()})
+    if recorded and model.pattern and recorded != [model.pattern]:
+        what = f"the masks of {model.model} are {', '.join(recorded)}"
+        raise InputError(f"--pattern {model.pattern}: {what}; leave --pattern out")
+    model.pattern = recorded[0] if len(recorded) == 1 else model.pattern
     if not args.options.distill:
         model.teacher = None
     elif not (model.teacher or base.get("base_model")):

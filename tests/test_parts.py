@@ -17,7 +17,7 @@ from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import CHUNK, mean_loss, perplexity, window_bos
 from proxsparse.io import model_files
 from proxsparse.io.atomic import atomic_directory
-from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
+from proxsparse.io.mask_files import load_masks, masks_sha256, read_rows, save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.run.args import RECIPE_NAMES
 from proxsparse.run.parse import parse_finetune, parse_train, train_args
@@ -185,6 +185,9 @@ def test_masks_round_trip_and_are_checked_against_their_own_patterns(tmp_path):
     patterns = {"a.b": "2:4", "c": "2:4", "d": "1:4"}
     save_masks(file, masks, patterns, "some/model", base_revision=None)
     loaded = load_masks(file)
+    for rows in (slice(1, 3), slice(2, 2)):
+        read = read_rows(file, dict.fromkeys(masks, rows))
+        assert all(torch.equal(read[name], mask[rows]) for name, mask in masks.items())
     assert all(torch.equal(loaded[name], mask) for name, mask in masks.items())
     assert masks_sha256(loaded) == masks_sha256(dict(reversed(masks.items())))
     with pytest.raises(InputError, match="layer d does not keep 2:4"):

@@ -163,6 +163,15 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
     return masks, patterns, metadata
 
 
+def read_rows(path: Path | str, rows: Mapping[str, slice]) -> dict[str, Tensor]:
+    """Some rows of some masks in a file that `read_masks` has checked: layer name -> bool [rows, in_features]."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        columns = json.loads(file.metadata()["in_features"])
+        return {name: unpack_mask(file.get_slice(name)[chosen], columns[name]) for name, chosen in rows.items()}
+
+
 def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, str]]:
     """What the masks.safetensors in a folder records: layer name -> pattern; the entries of `base_identity`.
 

@@ -34,24 +34,26 @@ def train_kept_weights(
     patterns: dict[str, NMPattern],
     checkpoints: Checkpoints | None = None,
     teacher: nn.Module | None = None,
+    masks: dict[str, Tensor] | None = None,
     **options,
 ) -> Pruned:
     """min over the kept weights of  (1 - a) * -log p(y)  +  a * KL(teacher || p),  a = `distill`, with AdamW.
 
-    The mask is that of the zeros in the model; pruned weights stay +0.0. Embeddings and the output layer are not
-    trained. With held-out samples, the weights with the smallest loss on them are kept.
+    Pruned weights stay +0.0. Embeddings and the output layer are not trained. With held-out samples, the weights with
+    the smallest loss on them are kept.
 
     Args:
         checkpoints: where the state is saved; a call with the same arguments resumes from it.
         teacher: the dense model, needed with a > 0; another module than `model`.
+        masks: the rows of this process, as in `Pruned`; None: those of the zeros in the model.
         options: the fields of `FinetuneOptions`.
     Returns:
         The masks; for a sharded model the rows of this process.
     Raises:
-        InputError: a layer is not N:M; a loss or gradient is not finite.
+        InputError: a layer is not N:M, or a weight outside its mask is not 0; a loss or gradient is not finite.
     """
     options, compute_dtype = FinetuneOptions(**options).check(), autocast_dtype(model.device)
-    held = hold_layers(layers, patterns)
+    held = hold_layers(layers, patterns, masks)
     batches, held_out = split(batches, options)
     steps = step_count(len(batches), options)
     trained = trained_parameters(model, layers)

@@ -47,9 +47,11 @@ def given_masks(name: str, model: nn.Module) -> GivenMasks:
         if path.is_file():
             found, patterns, recorded = read_masks(path)
             for layer, mask in found.items():
-                if layer not in linears or not is_under(linears[layer].weight, mask):
-                    reason = f"its mask of layer {layer} is not that of the model in this folder"
-                    raise InputError(f"{path}: {reason}; delete the file, then the masks are those of the zeros")
+                if what := mismatch(linears.get(layer), mask):
+                    remedy = (
+                        "delete the file to find the masks from the zeros, and give finetune --teacher or --distill 0"
+                    )
+                    raise InputError(f"{path}: the mask of layer {layer} is one of other weights: {what}; {remedy}")
         else:
             patterns, recorded = patterns_of(linears), {}
             found = {layer: nm_mask(linears[layer].weight.detach().abs(), each) for layer, each in patterns.items()}
@@ -60,9 +62,13 @@ def given_masks(name: str, model: nn.Module) -> GivenMasks:
     return GivenMasks(masks, *on_rank_zero(read))
 
 
-def is_under(weight: Tensor, mask: Tensor) -> bool:
-    """Whether the weight has the shape of the mask and is 0 where the mask prunes."""
-    return weight.shape == mask.shape and not (weight.detach().bool() & ~mask).any()
+def mismatch(layer: nn.Linear | None, mask: Tensor) -> str:
+    """What shows that a mask is not that of a layer; "" if nothing does."""
+    if layer is None or layer.weight.shape != mask.shape:
+        has = f"shape {list(layer.weight.shape)}" if layer else "no such layer"
+        return f"it has shape {list(mask.shape)}, the model has {has}"
+    outside = int((layer.weight.detach().bool() & ~mask).sum())
+    return f"{outside:,} weights that it prunes are not 0" if outside else ""
 
 
 def patterns_of(layers: dict[str, nn.Linear]) -> dict[str, NMPattern]:

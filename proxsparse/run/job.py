@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
@@ -11,6 +13,7 @@ from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
+from proxsparse.io.output_folder import MASKS
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
@@ -30,7 +33,7 @@ from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device
 from proxsparse.runtime.distributed import on_rank_zero, world_size
 from proxsparse.runtime.progress import write_line
-from proxsparse.training.held_layer import require_held
+from proxsparse.training.held_layer import recorded_rows, require_held
 
 
 def prune(args: RunArgs) -> int:
@@ -88,7 +91,7 @@ def prune_model(run: Run) -> int:
             pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
         if args.finetune:
             updated_weights, teacher = pruned.trained, args.model.model if args.finetune.distill else None
-            pruned = fine_tuned(run, method.name, batches, checkpoints, teacher, {})
+            pruned = fine_tuned(run, method.name, batches, checkpoints, teacher, {}, pruned.masks)
             pruned.trained |= updated_weights
 
     figures = {"seq_len": seq_len, "paper": method.paper} | run.save(pruned)
@@ -109,6 +112,8 @@ def finetune_model(run: Run) -> int:
     }
     require_held(run.layers, run.patterns)
     on_rank_zero(lambda: describe_layers(run))
+    for name in run.layers:  # read again below, by each process its rows
+        run.given.masks.pop(name, None)
     teacher = args.model.teacher or (run.given.base["base_model"] if args.options.distill else None)
     teacher_base = {} if args.model.teacher else run.given.base
     if teacher:
@@ -119,7 +124,8 @@ def finetune_model(run: Run) -> int:
     run.begin({})
 
     with autocast(run.device, run.compute_dtype):
-        pruned = fine_tuned(run, "pruned", batches, checkpoints, teacher, teacher_base)
+        masks = recorded_rows(Path(args.model.model) / MASKS, run.layers) if recorded else None
+        pruned = fine_tuned(run, "pruned", batches, checkpoints, teacher, teacher_base, masks)
 
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "teacher": teacher}
     figures |= run.save(pruned)
@@ -141,7 +147,13 @@ def load(run: Run, needs_data: bool) -> None:
 
 
 def fine_tuned(
-    run: Run, name: str, batches: TokenBatches, checkpoints: Checkpoints, teacher: str | None, base: dict
+    run: Run,
+    name: str,
+    batches: TokenBatches,
+    checkpoints: Checkpoints,
+    teacher: str | None,
+    base: dict,
+    masks: dict[str, Tensor] | None,
 ) -> Pruned:
     """Trains the kept weights.
 
@@ -149,6 +161,7 @@ def fine_tuned(
         name: of the score before the training.
         teacher: name of the dense model; None: none.
         base: what masks.safetensors records of the teacher, see `load_teacher`.
+        masks: see `train_kept_weights`.
     """
     dense = None
     if teacher:
@@ -158,7 +171,7 @@ def fine_tuned(
     if dense is not None and not run.scores.keys() & {"dense", "given"}:  # `prune --finetune` has measured it
         run.scores["dense"] = run.evaluate(dense, "dense")
     data = run.model, run.layers, batches, run.patterns, checkpoints
-    return train_kept_weights(*data, dense, **vars(run.args.training))
+    return train_kept_weights(*data, dense, masks, **vars(run.args.training))
 
 
 def describe_layers(run: Run) -> None:

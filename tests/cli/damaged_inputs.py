@@ -32,6 +32,15 @@ def set_base(folder, name):
     save_masks(file, load_masks(file), base_model=name, base_weights_sha256="0" * 64)
 
 
+def set_masks(masks):
+    return lambda folder: save_masks(folder / "masks.safetensors", masks)
+
+
+def repeated(block, rows, columns):
+    """A mask [rows, columns] of blocks such as "1100"."""
+    return torch.tensor([digit == "1" for digit in block]).repeat(rows, columns // len(block))
+
+
 def shorten(folder, name="model.safetensors"):
     (folder / name).write_bytes((folder / name).read_bytes()[:-10])
 
@@ -92,6 +101,9 @@ PRUNED = {  # damaged copies of the pruned model
     "other-shape": lambda folder: change_weights(folder, cut_a_row),
     "not-2of4": lambda folder: change_weights(folder, lambda weights: weights[f"{UP}.weight"][0, :4].fill_(1.0)),
     "cut-masks": lambda folder: shorten(folder, "masks.safetensors"),
+    "other-masks": set_masks({UP: repeated("1100", 64, 32)}),
+    "short-masks": set_masks({UP: repeated("1100", 32, 32)}),
+    "mixed-masks": set_masks({UP: repeated("1100", 64, 32), UP.replace("up", "down"): repeated("11111100", 32, 64)}),
     "base-gone": lambda folder: set_base(folder, "absent"),
     "base-changed": lambda folder: set_base(folder, str(folder.parent / "dense")),
 }
@@ -109,7 +121,7 @@ def make_places(folder):
             damage(shutil.copytree(source, folder / name))
     swap_two_tokens(shutil.copytree(dense, folder / "other-tokens"))
     pruned_model().model.save_pretrained(folder / "base-model")
-    four = torch.tensor([True, True, False, False]).repeat(8, 2)
+    four = repeated("1100", 8, 8)
     save_masks(folder / "no-layer.safetensors", {"model.layers.9.mlp": four})
     save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
     texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}

@@ -1,10 +1,13 @@
 """`proxsparse finetune`: the mask is held, what is trained changes and nothing else, and nothing is lost."""
 
+import shutil
+
 import pytest
 import torch
 from commands import QUICK, call, result_of, rows_in, run
 from pruned import save_pruned_model
 from safetensors.torch import load_file
+from saved_models import rewrite
 from tiny_models import save_tiny_model, tiny_model
 
 from proxsparse import NMPattern, pack, prune
@@ -115,6 +118,16 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     flags = ["--method", "wanda", "--allocation", "sensitivity"]
     pruned = run(prune.main, tiny_llama, text_file, tmp_path / "mixed", *flags)
     assert tune("tuned", model=tmp_path / "mixed")["patterns"] == pruned["patterns"]
+
+
+def test_the_recorded_mask_is_held(tune, pruned, tmp_path):
+    """Also where kept weights are 0, as after `pack --bits 4`, so that the zeros do not define the mask."""
+    zeros = lambda tensors: tensors | {UP: tensors[UP] * (torch.rand(tensors[UP].shape) < 0.5)}  # noqa: E731
+    rewrite(shutil.copytree(pruned, tmp_path / "zeros"), zeros)
+    result = tune("run", "--learning_rate", "0.01", "--held_out", "0", model=tmp_path / "zeros")
+    assert result["masks_sha256"] == result_of(pruned)["masks_sha256"]
+    assert_held(pruned, tmp_path / "run")
+    assert UP in changed(tmp_path / "zeros", tmp_path / "run")
 
 
 def test_a_teacher_that_is_given_may_be_another_model(tune, tmp_path):
