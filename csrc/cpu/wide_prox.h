@@ -196,7 +196,8 @@ __attribute__((noinline)) void solve_unusual(const WideBlock<Vec<T, N>, m>& v, d
   }
 }
 
-// The largest number of all positions and lanes. Bits have the order of the magnitudes, infinity and NaN above the others.
+// The largest number of all positions and lanes. Bits have the order of the magnitudes, infinity and NaN above the
+// others.
 template <typename V, int m>
 PROXSPARSE_INLINE auto largest_wide(const WideBlock<V, m>& block) {
   using Bits = typename V::Bits;
@@ -205,9 +206,9 @@ PROXSPARSE_INLINE auto largest_wide(const WideBlock<V, m>& block) {
   return std::bit_cast<typename ScalarOf<V>::Type>(largest(most));
 }
 
-// Coordinate descent from x = u, which converges at `rate` = (m-1)(m-2) mean^(m-3) at least, up to 1/2; `mean` is the sum
-// of u divided by m-1. The error is at most rate^(k+1) / (m-2) mean after k sweeps, and at most 2 rate times what the
-// last sweep has moved. Stops where it is at most `tolerance` times the mean. docs/solver.md has the proof.
+// Coordinate descent from x = u, which converges at `rate` = (m-1)(m-2) mean^(m-3) at least, up to 1/2; `mean` is the
+// sum of u divided by m-1. The error is at most rate^(k+1) / (m-2) mean after k sweeps, and at most 2 rate times what
+// the last sweep has moved. Stops where it is at most `tolerance` times the mean. docs/solver.md has the proof.
 template <typename V, int m, typename T>
 PROXSPARSE_INLINE void descend_wide(const WideBlock<V, m>& u, WideBlock<V, m>& x, V mean, V rate, T most, T tolerance) {
   V moved;
