@@ -99,14 +99,17 @@ def start_store() -> tuple[int, int]:
 
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
-        faulthandler.dump_traceback_later(LIMIT, exit=True)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writing, str(store.port).encode())
-        while True:
-            signal.pause()
+        try:
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(writing, str(store.port).encode())
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)  # so that a store that fails ends the next line
     port = int(os.read(reading, 9))
     os.close(reading)
-    os.close(writing)
     return pid, port
 
 

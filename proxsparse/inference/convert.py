@@ -230,5 +230,5 @@ def copy_config_(model: nn.Module) -> None:
     copies: dict[int, object] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
-        if (config := getattr(module, "config", None)) is not None:
-            module.config = copies.get(id(config), config)
+        if id(config := vars(module).get("config")) in copies:
+            module.config = copies[id(config)]

@@ -65,7 +65,8 @@ class ProxTrainerMixin:
     def __init__(self, *args, reg_lambda: float, pattern: PatternLike = "2:4", **kwargs):
         self.reg_lambda, self.pattern = reg_lambda, NMPattern.parse(pattern)
         self.masks: dict[str, Tensor] = {}
-        self.prunes: dict[int, bool] = {}  # number of a param group -> whether its first reg_lambda was not 0
+        self.prunes: dict[int, bool] = {}  # number of a param group -> whether its reg_lambda was not 0 at any time
+        self.prunes_of: torch.optim.Optimizer | None = None  # whose param groups these are
         super().__init__(*args, **kwargs)
         refuse_cut_blocks(self)
 
@@ -76,6 +77,8 @@ class ProxTrainerMixin:
             of_transformers = hasattr(getattr(model, "config", None), "get_text_config")
             model = model if of_transformers else None
             self.optimizer = ProxOptimizer(base, self.reg_lambda, self.pattern, model=model)
+        if self.prunes_of is not self.optimizer:  # not the second call of `train`
+            self.prunes, self.prunes_of = {}, self.optimizer
         weights = [weight for weight, _ in self.pruned()]
         if not weights:
             raise ValueError("reg_lambda=0 in all param groups: no layer is pruned; start with reg_lambda > 0")
@@ -111,14 +114,15 @@ class ProxTrainerMixin:
         return output
 
     def pruned(self) -> Iterator[tuple[Tensor, NMPattern]]:
-        """Every pruned parameter and its pattern, also of groups whose reg_lambda has become 0."""
+        """Every pruned parameter and its pattern, also of groups whose reg_lambda has become 0; called at each log."""
         for number, group in enumerate(self.optimizer.param_groups):
-            if self.prunes.setdefault(number, group["reg_lambda"] != 0):
+            self.prunes[number] = self.prunes.get(number, False) or group["reg_lambda"] != 0
+            if self.prunes[number]:
                 for weight in pruned_parameters(group | {"reg_lambda": 1.0}):
                     yield weight, NMPattern.parse(group["pattern"])
 
     def learned(self) -> dict[str, LearnableLayer]:
-        """Layer name -> LearnableLayer, for every parameter that the optimizer was created to prune."""
+        """Layer name -> LearnableLayer, for every parameter that the optimizer has pruned."""
         reshard_(self.model)
         name_of = {parameter: WRAPPERS.sub("", name) for name, parameter in self.model.named_parameters()}
         return {

@@ -71,6 +71,9 @@ def is_inside(path: Path, folder: Path) -> bool:
     return real.is_relative_to(folder) or real.parent in blobs
 
 
+DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
 def check_config(path: Path) -> None:
     """Raises InputError for a config.json with names of other files, code or unknown dtypes, or too many modules."""
     config = read_object(path)
@@ -83,7 +86,7 @@ def check_config(path: Path) -> None:
             raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
     configs = [value for key, value in entries_of(config) if key.endswith("_config") and isinstance(value, dict)]
     for key, value in (entry for entries in (config, *configs) for entry in entries.items()):
-        if key in ("dtype", "torch_dtype") and isinstance(value, str) and not hasattr(torch, value):
+        if key in ("dtype", "torch_dtype") and isinstance(value, str) and value not in DTYPES:
             remedy = "give that of the weights, such as bfloat16, or remove the key"
             raise InputError(f"{path}: {key} {value!r:.60} is not a dtype of torch; {remedy}")
 

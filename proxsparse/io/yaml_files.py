@@ -50,9 +50,7 @@ def read_yaml(path: Path, what: str) -> dict:
         for event in yaml.parse(text, PlainLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
-                raise ValueError(
-                    f"line {event.start_mark.line + 1}: more than {DEEPEST} lists or mappings in each other"
-                )
+                raise ValueError(f"line {event.start_mark.line + 1}: lists or mappings nested more than {DEEPEST} deep")
             if isinstance(event, yaml.AliasEvent):  # aliases can expand a few lines to billions of values
                 where = f"line {event.start_mark.line + 1}"
                 raise ValueError(f"{where}: alias *{event.anchor:.50} is not allowed; repeat the value")

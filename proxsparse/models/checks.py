@@ -119,10 +119,11 @@ def require_module(model: object) -> None:
 
 def require_changeable(model: nn.Module) -> None:
     """Raises InputError unless all weights are in memory, under the model's own names, and may be changed."""
+    require_module(model)
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InputError(f"model: {type(model).__name__} wraps the model; give model.module")
     if any(hasattr(module, "base_layer") for module in model.modules()):
-        raise InputError("model: has adapters of peft, which would be pruned too; give model.merge_and_unload()")
+        raise InputError("model: has adapters of peft; give model.merge_and_unload()")
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("model: has weights that are offloaded (on the meta device); load it on one device")
     if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):

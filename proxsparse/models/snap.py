@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import check_masks
-from proxsparse.models.checks import require_changeable, require_module
+from proxsparse.models.checks import require_changeable
 from proxsparse.models.layers import stored_weight
 from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import unfold_linears_
@@ -31,7 +31,6 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         InputError: no mask, one that is not bool, or a layer that the model does not have in this shape, whose weight
             is computed from other parameters, or is that of an embedding too; no weight is then changed.
     """
-    require_module(model)
     require_changeable(model)
     check_masks(masks)
     with uncompiled(model) as model:

@@ -196,6 +196,8 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
 
 def output_dir_of(args: RunArgs) -> Path:
     """--output_dir, else a new one. Raises InputError if a run without --output_dir is to be resumed."""
+    if args.output.output_dir == "":
+        raise InputError("--output_dir '': empty; give a name")
     if args.output.output_dir is not None:
         return Path(args.output.output_dir)
     if args.output.resume_from_checkpoint is not None:
@@ -264,6 +266,7 @@ def nothing_left(folder: OutputFolder, args: RunArgs) -> bool:
     made, asked = output_folder.read_result(folder.path).get("config", {}), vars(args.evaluate)
     if asked["eval_data"] != "none" and any(made.get(name) != shortened(value) for name, value in asked.items()):
         flags = [(f"--{name.removeprefix('eval_')}", str(value)) for name, value in asked.items() if value is not None]
+        flags += [("--text_field", args.data.text_field)] * (args.data.text_field != "text")
         command = shlex.join(["proxsparse", "evaluate", str(folder.path), *itertools.chain(*flags)])
         print(f"the evaluation of these flags was not made; to make it: {command}")
     return True

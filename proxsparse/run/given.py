@@ -48,10 +48,8 @@ def given_masks(name: str, model: nn.Module) -> GivenMasks:
             found, patterns, recorded = read_masks(path)
             for layer, mask in found.items():
                 if what := mismatch(linears.get(layer), mask):
-                    remedy = (
-                        "delete the file to find the masks from the zeros, and give finetune --teacher or --distill 0"
-                    )
-                    raise InputError(f"{path}: the mask of layer {layer} is one of other weights: {what}; {remedy}")
+                    remedy = "make the model with proxsparse apply, or delete the file; then its zeros are the mask"
+                    raise InputError(f"{path}: the mask of layer {layer} does not fit: {what}; {remedy}")
         else:
             patterns, recorded = patterns_of(linears), {}
             found = {layer: nm_mask(linears[layer].weight.detach().abs(), each) for layer, each in patterns.items()}
@@ -63,7 +61,7 @@ def given_masks(name: str, model: nn.Module) -> GivenMasks:
 
 
 def mismatch(layer: nn.Linear | None, mask: Tensor) -> str:
-    """What shows that a mask is not that of a layer; "" if nothing does."""
+    """Why a mask does not fit a layer; "" if it does."""
     if layer is None or layer.weight.shape != mask.shape:
         has = f"shape {list(layer.weight.shape)}" if layer else "no such layer"
         return f"it has shape {list(mask.shape)}, the model has {has}"

@@ -51,8 +51,8 @@ def train_parser() -> Parser:
 # If a source changes --objective, the values of these flags from sources of lower precedence are dropped: they were
 # chosen for the old one.
 CHOSEN_FOR_OBJECTIVE = {*OBJECTIVES["paper"], "distill", "match_hidden"}
-# If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 OF_TRAIN = (("method", PROXSPARSE), ("allocation", UNIFORM), ("finetune", False))  # a file of `prune` may say so
+# If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"), ("save_minutes", "save_steps"))
 
 
@@ -127,11 +127,14 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     given = vars(parser.parse_args(arguments))  # --help ends here
     if method not in list_methods():
         what = f"--method {method!r}: no such method" if method else "--method is missing"
-        train = f"; the config.yaml of a training: proxsparse train --config {given['config']}" if in_file else ""
+        training = in_file and not method
+        train = f"; the config.yaml of a training: proxsparse train --config {given['config']}" if training else ""
         raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them{train}")
     if in_file:  # the command line may choose other options than those of its method
         of_file = {"method": method, "allocation": allocation, "finetune": finetune} | in_file
-        from_file = file_flags(given["config"], "--config", prune_parser(*chosen(of_file)))
+        training = of_file["method"] == PROXSPARSE
+        of_file = train_parser() if training else prune_parser(*chosen(of_file))
+        from_file = file_flags(given["config"], "--config", of_file, OF_TRAIN if training else ())
         known = {action.dest for action in parser._actions}
         given = over({name: value for name, value in from_file.items() if name in known}, given)
     args = checked("prune", method, allocation, given)

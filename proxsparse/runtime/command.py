@@ -42,7 +42,10 @@ class Parser(argparse.ArgumentParser):
         self.command = command
 
     def parse_known_args(self, *given):
-        """As argparse, with "~" expanded in paths, none of them empty. Refuses several processes where one runs."""
+        """As argparse, with "~" expanded in paths, which must not be empty.
+
+        Refuses several processes if the command runs in one.
+        """
         options, others = super().parse_known_args(*given)
         if self.command not in MANY_PROCESSES:
             require_one_process(self.command)
@@ -50,8 +53,8 @@ class Parser(argparse.ArgumentParser):
             value = getattr(options, action.dest, None)
             if action.dest in PATHS and isinstance(value, str):
                 if not value:  # it would mean the current directory
-                    flag = action.option_strings[0] if action.option_strings else action.metavar
-                    raise InputError(f"{flag} '': empty; give the name of a file or directory")
+                    flag = action.option_strings[0] if action.option_strings else action.metavar or action.dest.upper()
+                    raise InputError(f"{flag} '': empty; give a name")
                 setattr(options, action.dest, os.path.expanduser(value))
         return options, others
 

@@ -162,6 +162,7 @@ def test_proxsparse_is_the_training_command(prune, tiny_llama, text_file, tmp_pa
     for command in (main, train.main):
         call(command, "--config", tmp_path / "c.yaml", "--output_dir", tmp_path / command.__module__)
         assert result_of(tmp_path / command.__module__)["masks_sha256"] == trained["masks_sha256"]
+    call(main, "--config", tmp_path / "c.yaml", "--method", "magnitude", "--output_dir", tmp_path / "magnitude")
     assert pruned["masks_sha256"] == trained["masks_sha256"] == result_of(tmp_path / "c")["masks_sha256"]
     assert prune("d", "--method", "wanda").keys() - {"paper"} <= pruned.keys()
     assert {path.name for path in (tmp_path / "d").iterdir()} <= {path.name for path in (tmp_path / "a").iterdir()}

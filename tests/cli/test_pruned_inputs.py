@@ -85,4 +85,12 @@ def test_masks_that_are_not_those_of_the_model_are_refused(tiny_llama, tmp_path,
     other, folder = pruned(tiny_llama, tmp_path / "other"), save_pruned_model(tmp_path / "model")
     (other / "masks.safetensors").rename(folder / "masks.safetensors")
     flags = ["--method", "magnitude", "--model", folder, "--eval_data", "none", "--output_dir", tmp_path / "run"]
-    refused(capsys, prune.main, flags, "masks.safetensors: the mask of layer", "delete the file")
+    refused(
+        capsys,
+        prune.main,
+        flags,
+        "masks.safetensors: the mask of layer",
+        "does not fit",
+        "proxsparse apply",
+        "delete the file",
+    )

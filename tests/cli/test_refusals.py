@@ -65,7 +65,7 @@ EMPTY = (
     "evaluate",
 )
 BEFORE_THE_MODEL_IS_LOADED = [
-    *[(f"{call} ''", "'': empty; give the name of a file or directory") for call in EMPTY],
+    *[(f"{call} ''", "'': empty; give a name") for call in EMPTY],
     # the command line
     ("evaluate model --dat x", "unrecognized arguments: --dat x .. --help"),
     ("train --data c4.jsonl.bz2", "'c4.jsonl.bz2': no such file"),
@@ -295,8 +295,11 @@ BEFORE_THE_WORK = [
     ("finetune pruned --held_out 8 --distill 0", "--held_out 8 .. only 8 samples"),
     ("finetune pruned --pattern 1:4", "--pattern 1:4 .. are 2:4"),
     ("finetune mixed-masks --pattern 2:4", "--pattern 2:4: the masks of mixed-masks are 2:4, 6:8; leave --pattern out"),
-    ("finetune other-masks --distill 0", f"{UP} .. weights that it prunes are not 0; delete .. --distill 0"),
-    ("finetune short-masks --distill 0", f"{UP} .. it has shape [32, 32], the model has shape [64, 32]; delete"),
+    (
+        "finetune other-masks --distill 0",
+        f"{UP} .. weights that it prunes are not 0; make the model with proxsparse apply",
+    ),
+    ("finetune short-masks --distill 0", f"{UP} .. it has shape [32, 32], the model has shape [64, 32]; make"),
     ("finetune absent", "MODEL absent: no such folder .. --teacher"),
     ("evaluate ./absent", "./absent"),
     ("evaluate nan-layer --data text.jsonl", f"{UP}.weight: has weights that are NaN"),
