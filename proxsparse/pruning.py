@@ -324,8 +324,8 @@ def check_model(model: nn.Module) -> None:
     if world_size() > 1:
         remedy = "start proxsparse train or finetune with torchrun instead"
         raise InputError(f"this function runs in one process, not in a process group of {world_size()}; {remedy}")
-    require_changeable(model)
     check_language_model(model)
+    require_changeable(model)
     refuse_packed(model, UNSPARSIFY)
     refuse_not_finite(model)
 

@@ -174,7 +174,7 @@ REFUSALS = {
         lambda m, t: proxsparse.apply_masks_("gpt2", {"a": HALF}),
         "model='gpt2': not a model; load it with AutoModelForCausalLM",
     ),
-    "name of a model to prune": (lambda m, t: proxsparse.prune_("gpt2"), "model='gpt2': not a model"),
+    "name of a model to prune": (lambda m, t: proxsparse.prune_("gpt2"), "model: str is not a causal language model"),
     "name of a model to pack": (lambda m, t: proxsparse.sparsify_("gpt2"), "model='gpt2': not a model"),
     "name of a model to train": (learns("gpt2"), "model: str is not a language model of transformers"),
     "other model to train": (learns(torch.nn.Linear(4, 4)), "model: Linear is not a language model of transformers"),
