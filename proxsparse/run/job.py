@@ -70,8 +70,8 @@ def prune_model(run: Run) -> int:
     load(run, needs_data)
     run.layers = prunable_layers(run.model, pattern, args.model.include, args.model.exclude)
     run.given = given_masks(args.model.model, run.model)
-    if args.finetune and args.finetune.distill and run.given.names_base:
-        remedy = "leave --finetune out, then run proxsparse finetune on the --output_dir"
+    if args.finetune and args.finetune.distill and run.given.patterns:
+        remedy = "leave --finetune out, then run proxsparse finetune --teacher; or add --distill 0"
         raise InputError(f"--finetune: its teacher would be {args.model.model}, which is pruned; {remedy}")
     on_rank_zero(lambda: describe_layers(run))
 
