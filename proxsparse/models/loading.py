@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import textwrap
@@ -244,13 +245,15 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
     Raises InputError unless `from_pretrained` restores the model, by the headers of the written files.
     """
     source = getattr(model, "source", Source({}, []))
-    for settings in (vars(model.config), getattr(tokenizer, "init_kwargs", {})):
-        settings.pop("auto_map", None)  # code of the source, which is neither run nor saved
     with phase("saving the model"):
         if source.folder and source.folder.is_dir():
             copy_files(source.folder, folder, exclude=("*",), keep=PROCESSOR_FILES)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        for file in folder.glob("*config.json"):
+            settings = model_files.read_object(file)
+            if settings.pop("auto_map", None):  # code of the source, which is neither run nor saved
+                file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         if list(folder.glob(model_files.CHAT_TEMPLATES)):  # transformers accepts one of the two
             (folder / "chat_template.json").unlink(missing_ok=True)
         if extra := source.extra:

@@ -62,8 +62,9 @@ def test_a_folder_without_the_code_of_its_source_does_not_name_it(tmp_path):
     """transformers has the type itself; the code is in neither folder, and is never run."""
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_x.X", "AutoTokenizer": ["tokenization_x.X", None]}}
     source = save_tiny_model("llama", tmp_path / "model")
-    for file in ("config.json", "tokenizer_config.json"):
-        (source / file).write_text(json.dumps(json.loads((source / file).read_text()) | code))
+    (source / "processor_config.json").write_text("{}")
+    for file in source.glob("*config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | code))
     run = pruned(source, tmp_path / "run")
     assert not any("auto_map" in file.read_text() for file in run.glob("*config.json"))
     transformers.AutoModelForCausalLM.from_pretrained(run, trust_remote_code=True)
