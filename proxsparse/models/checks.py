@@ -141,7 +141,7 @@ def refuse_not_finite(model: nn.Module) -> None:
 def check_finite(name: str, sums: Tensor) -> None:
     """Raises InputError unless the sums over the calibration inputs of layer `name` are finite."""
     if not sums.isfinite().all():
-        remedy = "use --precision fp32 (pack: no --calibrate), or check for damaged weights"
+        remedy = "use --precision fp32, or pack without --calibrate, or check for damaged weights"
         raise InputError(f"{name}: its calibration inputs are NaN or overflow; {remedy}")
 
 
