@@ -30,7 +30,7 @@ from proxsparse.runtime.device import full_precision
 from proxsparse.runtime.progress import phase
 
 Batches = Sequence[Batch]
-REMEDY = "so blocks cannot be calibrated one by one; use --method magnitude, proxsparse train, or pack without --calibrate"
+REMEDY = "so blocks cannot be calibrated one by one; use --method magnitude or proxsparse train, in pack no --calibrate"
 
 
 @torch.no_grad()
