@@ -132,8 +132,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.data is None:
         options.data = [] if options.tasks else ["builtin"]
     for flag, other in NEEDS.items():
-        if getattr(options, flag) != parser.get_default(flag) and not getattr(options, other):
-            raise InputError(f"--{flag}: only for --{other}; add --{other}, or leave out --{flag}")
+        value = getattr(options, flag)
+        if value != parser.get_default(flag) and not getattr(options, other):
+            shown = f"--{flag}" if value is True else f"--{flag} {value}"
+            raise InputError(f"{shown}: only for --{other}; add --{other}, or leave it out")
     if options.split and all(map(is_local, options.data)):
         raise InputError(f"--split {options.split}: a local file has no splits; leave it out")
     return options

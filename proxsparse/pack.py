@@ -23,6 +23,7 @@ from proxsparse.inference.linear import BITS
 from proxsparse.inference.packable import names_of_modules
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, copy_files, require_space
+from proxsparse.io.mask_files import mark_updated
 from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, read_tensor, weight_files
 from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.loading import load_model, skeleton
@@ -65,6 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
                 disk.write_shards(scratch, current.count(stream), shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             copy_files(source, scratch, keep=(MASKS,), exclude=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
+            if options.bits != 16 and (scratch / MASKS).is_file():
+                mark_updated(scratch / MASKS)
             after, written = file_bytes(scratch), headers(weight_files(scratch))
             refuse_differences(scratch, source_headers, written, config)
             disk.annotate(scratch / CARD, bits, packed=not options.unpack)

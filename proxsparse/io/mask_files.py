@@ -184,9 +184,15 @@ def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, 
     return patterns, {key: metadata.get(key, "") for key in BASE}
 
 
+def mark_updated(path: Path) -> None:
+    """Records in masks.safetensors that the weights under the masks are not those of the base model."""
+    masks, patterns, recorded = read_masks(path)
+    save_masks(path, masks, patterns, **{key: recorded.get(key, "") for key in BASE}, updated=True)
+
+
 def notes_on(recorded: Mapping[str, str]) -> list[str]:
     """What the user of masks must be told, by the metadata of their file."""
-    note = "the run that wrote these masks also changed weights: the base model under them is another model"
+    note = "the pruned model of these masks has other weights than the base model under them"
     return [note] * (recorded.get("updated") == "true")
 
 

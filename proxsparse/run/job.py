@@ -100,14 +100,14 @@ def prune_model(run: Run) -> int:
 
 def finetune_model(run: Run) -> int:
     """One pruned model, whose kept weights are trained."""
-    args, given = run.args, run.args.model.pattern
+    args, pattern = run.args, run.args.model.pattern
 
     load(run, True)
     run.given = given_masks(args.model.model, run.model)
     recorded = run.given.patterns if run.given.recorded else None
-    run.layers = prunable_layers(run.model, recorded or given or "2:4", args.model.include, args.model.exclude)
+    run.layers = prunable_layers(run.model, recorded or pattern or "2:4", args.model.include, args.model.exclude)
     run.patterns = {
-        name: recorded[name] if recorded else NMPattern.parse(given or pattern_of_zeros(name, layer.weight) or "2:4")
+        name: recorded[name] if recorded else NMPattern.parse(pattern or pattern_of_zeros(name, layer.weight) or "2:4")
         for name, layer in run.layers.items()
     }
     require_held(run.layers, run.patterns)

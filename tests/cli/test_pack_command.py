@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from proxsparse import evaluate, pack
 from proxsparse.inference.convert import pack_tensors
-from proxsparse.io.mask_files import load_masks
+from proxsparse.io.mask_files import load_masks, read_masks
 from proxsparse.io.model_files import FROM_CLONE, headers
 from proxsparse.io.output_folder import MARKER
 
@@ -109,6 +109,15 @@ def test_a_card_gets_a_note_and_loses_it_again(card, spoiled, tmp_path):
     assert b"--unpack" in noted
     dense = readme(packed(tmp_path / "packed", tmp_path / "dense", "--unpack"))
     assert (dense.read_bytes() if dense.exists() else None) == card
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_masks_of_rounded_weights_say_so(bits, pruned_dir, tmp_path):
+    packed(pruned_dir, tmp_path / "packed", "--bits", bits)
+    before, after = (read_masks(folder / "masks.safetensors") for folder in (pruned_dir, tmp_path / "packed"))
+    assert all(torch.equal(mask, before[0][name]) for name, mask in after[0].items())
+    before, after = ({**read[2], "in_features": json.loads(read[2]["in_features"])} for read in (before, after))
+    assert after == before | {"updated": "true"}
 
 
 @pytest.mark.parametrize("bits", ["8", "4"])
