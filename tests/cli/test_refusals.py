@@ -387,7 +387,7 @@ def test_prune_names_the_layer_whose_inputs_are_not_finite(method, places, tmp_p
     set_last(UP, torch.finfo(torch.bfloat16).max)(model)
     monkeypatch.chdir(places)
     flags = [*COMMANDS["prune"][1].split(), "--model", model, "--method", method, "--output_dir", tmp_path / "out"]
-    refused(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision fp32, or pack without --calibrate")
+    refused(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "fp32, or pack without --calibrate")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".proxsparse.json", "config.yaml", "checkpoints"}
 
 
