@@ -97,7 +97,6 @@ def test_the_committed_rows_are_found():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--methods", "obs"], "'obs'.*choose from"),
         (["--methods", "sparsegpt:dampening=1"], "'sparsegpt:dampening=1': unrecognized arguments: --dampening"),
         (["--methods", "proxsparse:num_samples=2"], "num_samples is the same for the whole table"),
         (["--methods", "dense", "dense"], "'dense' is given twice"),
