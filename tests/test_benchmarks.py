@@ -90,9 +90,7 @@ def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "peak", lambda arguments: 10**9)
     model = tiny_models.save_tiny_model("llama", tmp_path / "model", hidden_size=64)
     for pattern, folder in (("2:4", tmp_path / "pruned"), ("6:8", tmp_path / "wider")):
-        pruned = prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern)
-        for part in (pruned, tiny_models.byte_tokenizer()):
-            part.save_pretrained(folder)
+        tiny_models.save(prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern), folder)
     text = tiny_models.save_texts(tmp_path / "text.jsonl")
     flags = SMALL[name].format(model=model, text=text, folder=tmp_path)
     assert not importlib.import_module(name).main(shlex.split(flags))

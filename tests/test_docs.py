@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pruned import prune_
-from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from tiny_models import byte_tokenizer, save, save_tiny_model, tiny_model
 
 import proxsparse
 from proxsparse import apply, evaluate, pack, serve, sparsify_
@@ -73,10 +73,8 @@ def workplace(tmp_path, monkeypatch) -> dict:
     monkeypatch.setattr(command, "main", lambda: None)
     pruned = prune_(tiny_model("llama", torch.bfloat16))
     save_tiny_model("llama", tmp_path / "Qwen" / "Qwen2.5-0.5B", max_position_embeddings=2048)
-    pruned.save_pretrained("runs/qwen")
-    sparsify_(pruned).save_pretrained("runs/qwen-packed")
-    for folder in ("runs/qwen", "runs/qwen-packed"):
-        byte_tokenizer().save_pretrained(folder)
+    save(pruned, Path("runs/qwen"))
+    save(sparsify_(pruned), Path("runs/qwen-packed"))
     batches = tiny_batches()
     return {
         "model": tiny_model("llama", initializer_range=1.0),  # weights so large that lambda = 0.25 prunes
