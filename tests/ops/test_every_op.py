@@ -21,6 +21,7 @@ from ops.cases import (
     step_,
     step_problem,
 )
+from ops.on_each_backend import backends_of
 
 from proxsparse import nm_mask, prox_nm, prox_nm_, reference
 from proxsparse.ops import adamw_prox_, masked_weight_, pack_nm, prox_nm_list_, unpack_nm, use_backend
@@ -106,6 +107,12 @@ def test_any_strides(case, place, dtype, serve):
             if name in results:
                 view_of(before[name]).copy_(plain[name])
             assert torch.equal(bits(base), bits(before[name])), (name, layout)
+
+
+@pytest.mark.parametrize("place", backends_of("nm_mask"))
+def test_a_score_that_repeats_in_memory(place, serve):
+    score = hard((1, 8), torch.float32, 21).to(serve("nm_mask", place))
+    assert torch.equal(nm_mask(score.expand(5, 8)), nm_mask(score).expand(5, 8))
 
 
 # ------------------------------------------------------------------------------------------ torch around it
