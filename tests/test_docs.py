@@ -1,7 +1,6 @@
 """README and docs: every snippet runs, every command line is accepted by its parser, named files and flags exist."""
 
 import gzip
-import importlib
 import json
 import re
 import shlex
@@ -21,7 +20,6 @@ from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
 from proxsparse.methods import list_methods
 from proxsparse.run.args import SECTIONS
-from proxsparse.run.folder import Run
 from proxsparse.run.parse import parse_finetune, parse_prune, parse_train, prune_parser
 
 ROOT = Path(__file__).parent.parent
@@ -148,7 +146,6 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / arguments[0]).is_file(), words
 
 
-JOBS = ("execute", "prune_model", "load", "calibrate", "fine_tuned", "finetune_model")
 PARSERS = {"train": parse_train, "prune": parse_prune, "finetune": parse_finetune, "apply": apply.parse}
 PARSERS |= {"evaluate": evaluate.parse, "pack": pack.parse, "serve": serve.parse}
 
@@ -216,14 +213,3 @@ def test_a_page_can_be_read_in_one_sitting(page):
     lines = read(page).splitlines()
     assert len(lines) <= 400
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
-
-
-def test_the_run_through_the_code_names_what_exists():
-    text = read(ROOT / "CONTRIBUTING.md").partition("### One run through the code")[2].partition("\n## ")[0]
-    files = re.findall(r"`([\w/]+\.py)", text)
-    assert len(files) > 20
-    assert not [name for name in files if not (ROOT / "proxsparse" / name).is_file()]
-    assert not [name for name in re.findall(r"`run\.(\w+)`", text) if name not in {*vars(Run), *Run.__annotations__}]
-    for file, name in [*re.findall(r"`([\w/]+)\.py: (\w+)`", text), *(("run/job", name) for name in JOBS)]:
-        assert f"`{name}`" in text or file != "run/job"
-        assert hasattr(importlib.import_module(f"proxsparse.{file.replace('/', '.')}"), name)
