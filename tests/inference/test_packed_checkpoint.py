@@ -23,6 +23,7 @@ from proxsparse.pack import main as pack
 TOKENS = torch.arange(3, 23).view(2, 10)
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 LAYER = "model.layers.1.mlp.up_proj"
+QUICK = ("llama", "qwen2", "mixtral", "gemma3-mixed")
 load = transformers.AutoModelForCausalLM.from_pretrained
 
 
@@ -86,7 +87,9 @@ def refused(folder, *words):
     assert not (folder / "dense").exists()
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - NOT_PACKED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in sorted(set(MODELS) - NOT_PACKED)]
+)
 @torch.no_grad()
 def test_families_load_packed_and_generate_the_same(name, tmp_path):
     dense, packed = (load(folder) for folder in packed_copy(tmp_path, name, torch.float32))
@@ -103,7 +106,7 @@ def test_families_load_packed_and_generate_the_same(name, tmp_path):
 
 
 # types whose files have one tensor for several layers; transformers merges all their tensors, of hrm_text only weights
-@pytest.mark.parametrize("include", [None, ["0.*q_proj", "in_proj_z"]], ids=["all", "some"])
+@pytest.mark.parametrize("include", [None, pytest.param(["0.*q_proj", "in_proj_z"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["lara_mini", "sarvam_moe", "hrm_text"])
 @torch.no_grad()
 def test_layers_that_transformers_merges_in_the_files(name, include, tmp_path, capsys):
