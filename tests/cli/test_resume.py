@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from commands import pruned, refused, result_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import save_texts, save_tiny_model
 
 from proxsparse import finetune, prune, train
@@ -293,6 +293,16 @@ def test_a_changed_text_is_refused(inputs, stopped, capsys):
         refused(capsys, main, [*arguments, *RESUME], "has changed since the run was stopped")
     finally:
         text.write_text(content)
+
+
+def test_a_changed_teacher_is_refused(arguments_of, command_in_child, capsys, tmp_path):
+    teacher = save_tiny_model("llama", tmp_path / "teacher", num_hidden_layers=3)
+    main, arguments = arguments_of("finetune", tmp_path / "run", "--teacher", str(teacher), *RESUME)
+    assert command_in_child(main, arguments, at_rename=(6, signal.SIGKILL))[0] == -signal.SIGKILL
+    assert saved(tmp_path / "run")
+    weights = load_file(teacher / "model.safetensors")
+    save_file({name: 2 * weight for name, weight in weights.items()}, teacher / "model.safetensors", {"format": "pt"})
+    refused(capsys, main, arguments, "its run has a teacher with the digest", "give the same")
 
 
 @pytest.mark.parametrize("run", QUICK_RUNS)
