@@ -133,6 +133,7 @@ REFUSALS = [
     (prunes([torch.ones(200).long()]), "a sample has 200 tokens, the model's context length is 128; give seq_len"),
     (prunes([torch.tensor([1, 5000])]), "token ids from 1 to 5000, but the model has 260 tokens"),
     (prunes_tokens(labels=TOKENS[0] + 999), "data: labels from"),
+    (prunes_tokens(labels=torch.ones(32).bool()), "data: labels, torch.bool [32]: must be integers, [T] or [B, T]"),
     (prunes_tokens(labels=torch.rand(32)), "data: labels, torch.float32 [32]: must be integers, [T] or [B, T]"),
     (prunes_tokens(attention_mask=torch.ones(3).int()), "attention_mask is [1, 3], input_ids are [1, 32]"),
     (prunes_tokens(attention_mask=torch.full((32,), -1e9)), "attention_mask, torch.float32 [32]: must be 0 or 1, [T]"),

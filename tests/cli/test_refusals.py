@@ -236,6 +236,7 @@ BEFORE_THE_WORK = [
         "finetune pruned --teacher other-tokens",
         "--teacher other-tokens .. pruned .. 2 token ids differ .. 'b' in the teacher, 'a' in",
     ),
+    ("finetune pruned --teacher other-vocabulary", "--teacher .. vocabulary has 300 tokens"),
     ("finetune pruned --teacher absent", "--teacher: cannot load model 'absent' .. there is no such folder"),
     (
         "finetune base-gone",
