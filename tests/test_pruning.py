@@ -301,6 +301,18 @@ def test_a_compiled_model_is_handled_as_the_model_without_the_wrappers(compiled,
 # ---------------------------------------------------------------------------------------------- the other functions
 
 
+def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
+    dense, model = tiny_model("llama"), tiny_model("llama")
+    masks = proxsparse.prune_(model, "magnitude", include=["mlp"])
+    before = copy_weights(model)
+    found = proxsparse.finetune_(model, dense, TEXTS, tokenizer, num_samples=8, seq_len=32, learning_rate=1e-2)
+    assert found.keys() == masks.keys()
+    assert_pruned(model, masks)
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert {f"{name}.weight" for name in masks} <= changed
+    assert not any("self_attn" in name or "embed" in name for name in changed)
+
+
 @pytest.mark.parametrize("pattern", ["1:4", "2:8", "4:8", "8:16", "4:6"])
 def test_fine_tuning_finds_any_pattern(pattern, tokenizer):
     model = tiny_model("llama", hidden_size=96, intermediate_size=192)
