@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from lib import common
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import save, tiny_model
 
 from proxsparse.run.memory import Plan
 from proxsparse.run.parse import parse_finetune, parse_train
@@ -45,8 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     results = common.Results("plan_check", torch.device("cpu"), not args.no_save, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        for part in (tiny_model("llama", **RANDOM), byte_tokenizer()):
-            part.save_pretrained(Path(folder, "random"))
+        save(tiny_model("llama", **RANDOM), Path(folder, "random"))
         for case in (case for case in CASES if args.only in case):
             print(*results.add([{"case": case} | compare(case, Path(folder))]), flush=True)
     results.show(COLUMNS)

@@ -18,24 +18,23 @@ from pathlib import Path
 
 import torch
 from lib import common
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import save, tiny_model
 
 LEARN = ["--max_steps", "4", "--distill", "0.5", "--scaling_samples", "8", "--eval_data", "none", "--device", "cpu"]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = common.new_parser(__doc__)
-    parser.add_argument(
-        "--documents", type=int, nargs="+", default=[500, 4000, 40000], metavar="N", help="to learn from"
-    )
+    documents = [500, 4000, 40000]
+    parser.add_argument("--documents", type=int, nargs="+", default=documents, metavar="N", help="to learn from")
     parser.add_argument("--tokens", type=int, default=512, help="of a document; a byte is a token")
     parser.add_argument("--processes", type=int, default=1, help="started by torchrun")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args(arguments)
     results = common.Results("token_memory", torch.device("cpu"), not args.no_save, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        for part in (tiny_model("llama", vocab_size=49152, max_position_embeddings=args.tokens), byte_tokenizer()):
-            part.save_pretrained(Path(folder, "model"))
+        model = tiny_model("llama", vocab_size=49152, max_position_embeddings=args.tokens)
+        save(model, Path(folder, "model"))
         for documents in args.documents:
             text = Path(folder, f"{documents}.jsonl")
             with text.open("w") as file:

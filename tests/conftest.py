@@ -3,7 +3,6 @@
 import gc
 import os
 import random
-from contextlib import ExitStack
 
 import numpy
 import pytest
@@ -12,7 +11,6 @@ from forks import Forks
 from pruned import chat_folders
 from tiny_models import save_texts, save_tiny_model
 
-from proxsparse.ops import registry
 from proxsparse.run import report
 
 os.register_at_fork(after_in_child=gc.freeze)  # a fork that frees process groups of earlier tests crashes
@@ -94,22 +92,3 @@ def pytest_collection_modifyitems(config, items):
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU{'s' * (needed > 1)}"))
-
-
-@pytest.fixture
-def on_backend():
-    """on_backend(op, (backend, device), *arguments) -> the device; the backend is chosen until the test ends.
-
-    Skips the test if that backend does not support (a tensor, *arguments) on this machine, with its own reason.
-    """
-    with ExitStack() as stack:
-
-        def choose(op: str, place: tuple[str, str], *arguments) -> torch.device:
-            name, device = place[0], torch.device(place[1])
-            reason = registry.get_kernel(op, name).supports(torch.zeros(1, 4, device=device), *arguments)
-            if reason is not None:
-                pytest.skip(f"{name}: {reason}")
-            stack.enter_context(registry.use_backend(name))
-            return device
-
-        yield choose

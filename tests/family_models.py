@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tiny_models import byte_tokenizer
+from tiny_models import save
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -144,6 +144,4 @@ def family_model(name: str) -> torch.nn.Module:
 
 def save_family(name: str, folder: Path) -> Path:
     """The model in bfloat16 and a byte tokenizer as a folder for `from_pretrained`."""
-    family_model(name).to(torch.bfloat16).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save(family_model(name).to(torch.bfloat16), folder)

@@ -2,7 +2,7 @@
 
 import torch
 from safetensors.torch import load_file
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import byte_tokenizer, save, tiny_model
 from torch import nn
 from torch.nn.functional import linear
 
@@ -68,11 +68,9 @@ def pruned_model(name="llama", dtype=torch.float32, pattern="2:4"):
     return prune_(tiny_model(name, dtype), pattern=pattern)
 
 
-def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, pattern="2:4", **save_options):
+def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, pattern="2:4"):
     """The same as a folder, with a tokenizer."""
-    pruned_model(name, dtype, pattern).save_pretrained(folder, **save_options)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save(pruned_model(name, dtype, pattern), folder)
 
 
 def tensors_of(folder):
@@ -100,9 +98,9 @@ def assert_pruned(before, after, masks, patterns, updated=False):
         assert torch.equal(bits(weight[mask]), bits(pretrained[mask])) != updated, name
 
 
-def packed_copy(folder, name="llama", dtype=torch.bfloat16, flags=(), **save_options):
+def packed_copy(folder, name="llama", dtype=torch.bfloat16, flags=(), pattern="2:4"):
     """A pruned tiny model: its dense and its packed folder."""
-    dense = save_pruned_model(folder / "dense", name, dtype, **save_options)
+    dense = save_pruned_model(folder / "dense", name, dtype, pattern)
     assert pack([str(dense), "--output_dir", str(folder / "packed"), *flags]) == 0
     return dense, folder / "packed"
 

@@ -28,7 +28,6 @@ from proxsparse.inference.linear import SparseLinear
 from proxsparse.models.loading import load_tokenizer
 from proxsparse.ops import choice, registry, unpack_nm
 from proxsparse.ops.registry import Kernel
-from proxsparse.run.args import RECIPE_NAMES
 
 ROOT = Path(common.__file__).parents[1]
 COMMITTED = {path.stem: common.read_rows(path) for path in (ROOT / "results").glob("*.jsonl")}
@@ -91,9 +90,7 @@ def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "peak", lambda arguments: 10**9)
     model = tiny_models.save_tiny_model("llama", tmp_path / "model", hidden_size=64)
     for pattern, folder in (("2:4", tmp_path / "pruned"), ("6:8", tmp_path / "wider")):
-        pruned = prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern)
-        for part in (pruned, tiny_models.byte_tokenizer()):
-            part.save_pretrained(folder)
+        tiny_models.save(prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern), folder)
     text = tiny_models.save_texts(tmp_path / "text.jsonl")
     flags = SMALL[name].format(model=model, text=text, folder=tmp_path)
     assert not importlib.import_module(name).main(shlex.split(flags))
@@ -121,8 +118,6 @@ def test_the_budget_of_runs_that_continue_each_other(rows_of, tiny_llama, text_f
     assert both["model"] == tiny_llama.name
     assert "wanda, then finetune  updated" in capsys.readouterr().out
     assert (tmp_path / "budget_tiny-llama_2of4.png").exists()
-    with pytest.raises(InputError, match="llama: not the output folder of a finished run"):
-        budget.main([str(tiny_llama)])
     unmeasured = commands.pruned(tiny_llama, tmp_path / "unmeasured")
     with pytest.raises(InputError, match="unmeasured: its perplexity was not measured; run it with --eval_data"):
         budget.main([str(unmeasured)])
@@ -161,24 +156,6 @@ def test_committed_rows_are_drawn():
     for name in {row["study"] for row in COMMITTED["studies"]}:
         rows = [row for row in COMMITTED["studies"] if row["study"] == name]
         assert plots.curves(rows, "") if name in plots.CURVES else plots.perplexities(rows, "")
-
-
-PARAMETERS = {  # less embeddings, lm_head, norms and biases
-    "llama-2-7b": 6_738_415_616 - 2 * 32000 * 4096 - 65 * 4096,
-    "llama-3.1-8b": 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096,
-    "mistral-7b-v0.1": 7_241_732_096 - 2 * 32000 * 4096 - 65 * 4096,
-    "llama-2-13b": 13_015_864_320 - 2 * 32000 * 5120 - 81 * 5120,
-    "qwen2.5-14b": 14_770_033_664 - 2 * 152064 * 5120 - 97 * 5120 - 48 * (5120 + 2 * 1024),
-    "smollm2-135m": 134_515_008 - 49152 * 576 - 61 * 576,
-}
-
-
-def test_layers_have_the_published_number_of_weights():
-    found = {name: sum(rows * columns for rows, columns in shapes.prunable_layers(name)) for name in PARAMETERS}
-    assert found == PARAMETERS
-    assert len(shapes.PAPER) == 7
-    assert set(shapes.PAPER) <= set(RECIPE_NAMES)
-    assert shapes.distinct(shapes.PAPER) == ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", "llama-2-13b"]
 
 
 def breaks(*arguments):
@@ -223,18 +200,16 @@ LAST = torch.tensor([-1])
 WRONG = {
     "wrong: its error is": lambda *arguments: right(*arguments).index_put((LAST, LAST), torch.ones(1), accumulate=True),
     "wrong: its error is nan": lambda *arguments: right(*arguments) * torch.nan,
-    "RuntimeError: no such kernel": breaks,
 }
 
 
 @pytest.mark.parametrize("note", WRONG)
 def test_a_wrong_backend_gets_a_note_and_no_time(note, rows_of, monkeypatch):
     only(monkeypatch, new(WRONG[note]))
-    flags = "--bits 16 --shapes 16x64 --rows 1 7 --dtypes float32"
+    flags = "--bits 16 --shapes 16x64 --rows 7 --dtypes float32"
     assert linear_speed.main(f"{RANDOM} {flags}".split()) == 1
-    notes = [row["note"] for row in rows_of("linear_speed") if row["backend"] == "new" and "p50_ms" not in row]
-    assert len(notes) == 2
-    assert all(found.startswith(note) for found in notes)
+    (found,) = (row["note"] for row in rows_of("linear_speed") if row["backend"] == "new" and "p50_ms" not in row)
+    assert found.startswith(note)
 
 
 def row(backend: str, ms: float, **others) -> dict:

@@ -139,9 +139,7 @@ def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
         ("a.jsonl", "\n17\n", r"a\.jsonl, line 2: 17 is not text"),
         ("a.jsonl", r'"\ud800"', r"a\.jsonl, line 1: contains an unpaired surrogate.*delete"),
         ("a.txt", b"fine\n\xe9t\xe9\n", r"a\.txt, line 2: not UTF-8.*convert"),
-        ("a.txt", "text".encode("utf-16"), r"a\.txt, line 1: has NUL"),
-        ("a.txt", "text".encode("utf-16-le"), r"a\.txt, line 1: has NUL characters, as UTF-16 has; convert the file"),
-        ("a.jsonl", '"text"\n'.encode("utf-16-be"), r"a\.jsonl, line 1: has NUL"),
+        ("a.txt", "text".encode("utf-16"), r"a\.txt, line 1: has NUL characters, as UTF-16 has; convert the file"),
         ("a.raw.gz", gzip.compress("text".encode("utf-32-le"), mtime=0), r"a\.raw\.gz, line 1: has NUL"),
         ("a.jsonl.gz", b'{"text": "plain"}', r"a\.jsonl\.gz, after line 0: cannot be read \(Not a gzipped.*replace"),
         ("a.txt.gz", gzip.compress(b"x\n" * 9, mtime=0)[:-6], r"a\.txt\.gz, after line \d: cannot be read .*replace"),
@@ -149,7 +147,6 @@ def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
         ("a.parquet", "not Parquet at all", r"a\.parquet: not a readable Parquet file.*replace"),
         ("a.csv", "text\nhello\n", r"a\.csv: unknown format '\.csv'; decompress it, or convert it to one of \.jsonl, "),
         ("a.jsonl.zst", "x", r"a\.jsonl\.zst: unknown format '\.zst'; decompress it"),
-        ("a.gz", "x", r"a\.gz: unknown format '\.gz'; decompress it"),
     ],
 )
 def test_bad_files(tmp_path, name, content, message):

@@ -12,6 +12,7 @@ from tiny_models import MODELS, tiny_model
 
 from proxsparse.inference.convert import sparsify_
 
+QUICK = ("mistral", "gemma2-mixed")
 PROMPTS, NEW = torch.arange(14).view(2, 7) * 17 + 3, 12  # the sliding windows have 4 and 8 tokens
 
 
@@ -26,7 +27,7 @@ def check(model, decoder_of) -> None:
         assert torch.equal(torch.cat([prompts, *tokens], 1), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in MODELS])
 def test_tokens_are_those_of_transformers(name):
     check(tiny_model(name), MODES["eager"])
 

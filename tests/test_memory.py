@@ -159,21 +159,9 @@ def test_a_run_that_does_not_fit_is_refused_before_it_loads(share, message, tmp_
         ("cpu", "host", 2, (4, 2), None),  # on two machines
         ("cuda", "host", 3.04, (4, 4), None),  # the model for saving is on the host of one of them: 3.03, not 4
         ("cuda", "host", 1, (4, 4), "use fewer processes on this machine"),
-        (
-            "cuda",
-            "device",
-            0.4,
-            (1, 1),
-            r"--gradient_checkpointing and torchrun on \d+ devices it needs 0.\d\d GB on each",
-        ),
+        ("cuda", "device", 0.4, (1, 1), r"--gradient_checkpointing and torchrun on \d+ devices it needs 0.\d\d GB on"),
         ("cuda", "device", 0.001, (4, 4), "are free; use a smaller model"),
-        (
-            "cpu",
-            "disk",
-            0.8,
-            (1, 1),
-            r"GB on the disk, where .* free; free some space, or choose another --output_dir; or give --save_minutes 0",
-        ),
+        ("cpu", "disk", 0.8, (1, 1), "free some space, or choose another --output_dir; or give --save_minutes 0"),
         ("cpu", "disk", 1, (1, 1), None),
     ],
 )

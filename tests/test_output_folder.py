@@ -16,8 +16,8 @@ from proxsparse.io.output_folder import LOCK, MARKER, RESULT, opened
 FORK = multiprocessing.get_context("fork")
 
 
-def begin(path, command="train", settings=None, **how):
-    with opened(path, command, settings or {"seed": 1}, **how) as folder:
+def begin(path, settings=None, **how):
+    with opened(path, "train", settings or {"seed": 1}, **how) as folder:
         return folder
 
 

@@ -26,24 +26,6 @@ def test_easy_blocks_are_solved(reg_lambda):
     assert enum_alm(weight.bfloat16(), reg_lambda).dtype == torch.bfloat16
 
 
-def test_signs_order_and_lambda_of_each_block():
-    weight, order = signed_blocks(50), torch.tensor([2, 0, 3, 1])
-    lambdas = torch.linspace(0.1, 2, 50, dtype=torch.float64)[:, None]
-    together, turned = (enum_alm_by_block(w, lambdas, 1e-12, 20_000) for w in (weight, -weight[:, order]))
-    assert torch.equal(-together.w[:, order] + 0.0, turned.w)
-    assert not (turned.w.signbit() & (turned.w == 0)).any()  # zeros are +0.0
-    for block, strength, w in zip(weight, lambdas.flatten().tolist(), together.w, strict=True):
-        torch.testing.assert_close(w, enum_alm_by_block(block, strength, 1e-12, 20_000).w)
-
-
-def test_one_stop_for_the_whole_weight_or_one_for_each_block():
-    weight = signed_blocks(64).view(8, 32)
-    by_block = enum_alm_by_block(weight, 0.3, tolerance=1e-300, max_sweeps=3)
-    assert torch.equal(enum_alm(weight, 0.3, max_sweeps=3), by_block.w)
-    assert by_block.iterations.unique().tolist() == [6]  # three for each subproblem
-    assert torch.equal(enum_alm(weight, 0.3, tolerance=1e9), enum_alm(weight, 0.3, max_sweeps=1))
-
-
 def test_enum_alm_misses_the_optimum():
     """z = (1.05, 1.05, 1.05, 0), lambda = 1: three weights with w + w^2 = 1.05 have objective 0.51429."""
     block = torch.tensor([1.05, 1.05, 1.05, 0.0], dtype=torch.float64)

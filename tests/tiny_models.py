@@ -74,11 +74,16 @@ def byte_tokenizer(bos: bool = False):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def save_tiny_model(name: str, folder: Path, **more) -> Path:
-    """The model in bfloat16 and the tokenizer as a folder for `from_pretrained`."""
-    tiny_model(name, torch.bfloat16, **more).save_pretrained(folder)
+def save(model, folder: Path) -> Path:
+    """The model and a byte tokenizer as a folder for `from_pretrained`."""
+    model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_tiny_model(name: str, folder: Path, **more) -> Path:
+    """The same of a tiny model in bfloat16."""
+    return save(tiny_model(name, torch.bfloat16, **more), folder)
 
 
 def save_texts(file: Path, documents: int = 40) -> Path:

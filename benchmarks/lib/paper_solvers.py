@@ -31,13 +31,12 @@ class Solution(NamedTuple):
     iterations: Tensor
 
 
-def enum_alm(weight: Tensor, reg_lambda: float, tolerance: float = 1e-8, max_sweeps: int = 100) -> Tensor:
-    """EnumALM as in the code of the authors: sweeps over the whole weight until all blocks have converged.
+def enum_alm(weight: Tensor, reg_lambda: float, max_sweeps: int = 100) -> Tensor:
+    """EnumALM as in the code of the authors: sweeps over the whole weight until its sum of |w - w'| is below 1e-8.
 
     Args:
         weight: [..., in_features], in_features a multiple of 4; computed in its dtype.
         reg_lambda: lambda > 0.
-        tolerance: stop when the sum of |w - w'| over the whole tensor is below this value.
         max_sweeps: for each of the two subproblems.
     Returns:
         A new tensor, shape and dtype of `weight`.
@@ -46,7 +45,7 @@ def enum_alm(weight: Tensor, reg_lambda: float, tolerance: float = 1e-8, max_swe
     def together(z: Tensor, support: int) -> Solution:
         target = truncated(z, support)
         w, sweeps, moved = target, 0, math.inf
-        while sweeps < max_sweeps and not moved < tolerance:  # a NaN somewhere must not stop the other blocks
+        while sweeps < max_sweeps and not moved < 1e-8:  # a NaN somewhere must not stop the other blocks
             before, w, sweeps = w, sweep(w, target, reg_lambda, support), sweeps + 1
             moved = float((w - before).abs().sum())
         return Solution(w, torch.full_like(z[:, 0], sweeps, dtype=torch.int64))

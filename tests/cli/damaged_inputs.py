@@ -5,7 +5,7 @@ import os
 import shutil
 
 import torch
-from commands import call, pruned
+from commands import call, config_of, pruned
 from pruned import pruned_model
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, save_texts, save_tiny_model
@@ -58,11 +58,8 @@ def index(content):
     return lambda folder: (folder / "model.safetensors").rename(folder / INDEX).write_text(content)
 
 
-def set_dtype(name):
-    file = "config.json"
-    return lambda folder: (folder / file).write_text(
-        json.dumps(json.loads((folder / file).read_text()) | {"dtype": name})
-    )
+def set_dtype(folder):
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | {"dtype": "torch.bfloat16"}))
 
 
 def halve(folder):
@@ -76,10 +73,8 @@ def halve(folder):
 INDEX = "model.safetensors.index.json"
 DENSE = {  # damaged copies of the dense model
     "no-tokenizer": lambda folder: [file.unlink() for file in folder.glob("*token*")],
-    "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
     "cut": shorten,
     "incomplete": lambda folder: change_weights(folder, lambda weights: weights.pop(f"{UP}.weight")),
-    "infinite-norm": set_last(NORM, torch.inf),
     "nan-layer": set_last(UP, torch.nan),
     "infinite-last-norm": set_last("model.norm", torch.inf),
 }
@@ -90,11 +85,9 @@ PRUNED = {  # damaged copies of the pruned model
     "no-shard": index('{"metadata": {}, "weight_map": {"a": "b.safetensors"}}'),
     "no-metadata": index('{"weight_map": {"a": "b.safetensors"}}'),
     "bad-index": index('{"weights": 1}'),
-    "empty-index": index('{"metadata": {}, "weight_map": {}}'),
     "empty-weights": lambda folder: save_file({}, folder / "model.safetensors"),
     "list-config": write("generation_config.json", "[1]"),
-    "auto-dtype": set_dtype("auto"),
-    "torch-dtype": set_dtype("torch.bfloat16"),
+    "torch-dtype": set_dtype,
     "large-half": halve,
     "bad-config": write("config.json", "{"),
     "empty-config": write("config.json", "{}"),
@@ -107,11 +100,15 @@ PRUNED = {  # damaged copies of the pruned model
     "base-gone": lambda folder: set_base(folder, "absent"),
     "base-changed": lambda folder: set_base(folder, str(folder.parent / "dense")),
 }
+SETTINGS = {"c": "lerning_rate: 1", "masked": "objective: masked", "rate": "learning_rate: 0.1", "obs": "method: obs"}
+SETTINGS |= {"no": "eval_data: no", "noes": "exclude: [no]", "list": "allocation: [x]", "mapping": "include: {a: b}"}
+SETTINGS |= {"flag": "include: [a, --data, b]", "empty": ""}
 
 
 def make_places(folder):
     """Fills the folder in which the refused calls run."""
-    dense, text = save_tiny_model("llama", folder / "dense"), save_texts(folder / "text.jsonl")
+    dense = save_tiny_model("llama", folder / "dense")
+    save_texts(folder / "text.jsonl")
     save_tiny_model("llama", folder / "other-vocabulary", vocab_size=300)
     pruned(dense, folder / "pruned")
     (pruned(dense, folder / "3of4", "--pattern", "3:4") / "masks.safetensors").unlink()
@@ -124,19 +121,13 @@ def make_places(folder):
     four = repeated("1100", 8, 8)
     save_masks(folder / "no-layer.safetensors", {"model.layers.9.mlp": four})
     save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
-    texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}
-    texts |= {"c.yaml": "lerning_rate: 1\n", "masked.yaml": "objective: masked\n", "rate.yaml": "learning_rate: 0.1\n"}
-    texts |= {"flag.yaml": "include: [a, --output_dir, b]\n"}
-    texts |= {"list.yaml": "allocation: [x]\n", "mapping.yaml": "include: {a: b}\n", "no.yaml": "eval_data: no\n"}
-    texts |= {"mappings.yaml": "include: [mlp, {a: b}]\n", "noes.yaml": "exclude: [no]\n", "off.yaml": "exclude: off\n"}
-    texts |= {"obs.yaml": "method: obs\n", "empty.yaml": "", "short.txt": "a few words", "used/thesis.tex": "precious"}
-    for name in ("directory", "linked", "pipe", "used"):
+    texts = {f"{name}.yaml": line for name, line in SETTINGS.items()}
+    texts |= {"other.jsonl": '{"body": "words"}\n', "short.txt": "a few words", "used/thesis.tex": "precious"}
+    for name in ("directory", "pipe", "used"):
         (folder / name).mkdir()
     for name, content in texts.items():
         (folder / name).write_text(content)
-    (folder / "linked" / "secret.txt").symlink_to(folder / "short.txt")
     os.mkfifo(folder / "pipe" / "a.jsonl")
-    assert text.exists()
     return folder
 
 

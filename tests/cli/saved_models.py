@@ -6,7 +6,7 @@ import torch
 import transformers
 from commands import config_of
 from safetensors.torch import load_file, save_file
-from tiny_models import COMMON, byte_tokenizer
+from tiny_models import COMMON, save
 
 from proxsparse.models.loading import auto_class
 
@@ -19,9 +19,7 @@ def save_new(folder, model_type, **settings):
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save(model, folder)
 
 
 def rewrite(folder, change, **entries):

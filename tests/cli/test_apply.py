@@ -50,6 +50,7 @@ def test_masks_of_a_run_that_changed_weights_say_so(updated, pruned_dir, tiny_ll
 
 def test_one_changed_weight_is_another_model(pruned_dir, tiny_llama, tmp_path, capsys):
     other, target = shutil.copytree(tiny_llama, tmp_path / "other"), tmp_path / "model"
+    applied(other, pruned_dir, tmp_path / "same")  # under another name
     weights = load_file(other / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][-1, -1] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})

@@ -1,6 +1,5 @@
 """proxsparse.evaluate: several texts, masks, JSON; what it refuses. Tasks are in evaluation/test_zero_shot.py."""
 
-import io
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from proxsparse import evaluate, prune
 from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import prunable_layers
-from proxsparse.models.loading import base_identity, load_model
+from proxsparse.models.loading import load_model
 from proxsparse.ops import nm_mask
 from proxsparse.runtime.device import PRECISIONS
 
@@ -90,29 +89,6 @@ def test_what_was_measured_before_an_interruption_is_kept(tiny_llama, text_file,
     with pytest.raises(KeyboardInterrupt):
         call(evaluate.main, tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--json", scores)
     assert [row["data"] for row in rows_in(scores)] == [str(text_file)]
-
-
-def test_a_row_that_cannot_be_printed_is_in_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
-    row = {"data": "t\xf6xt", "perplexity": 2.0, "windows": 1, "seq_len": 2, "bos": "none"}
-    with pytest.raises(UnicodeEncodeError):
-        evaluate.report(row, tmp_path / "scores.jsonl")
-    assert rows_in(tmp_path / "scores.jsonl") == [row]
-
-
-def test_masks_that_belong_to_other_weights_are_refused(text_file, tmp_path, capsys):
-    folder = save_tiny_model("llama", tmp_path / "model")
-    model, _ = load_model(str(folder))
-    identity = base_identity("Qwen/Qwen2.5", model) | {"base_revision": "0a1b"}
-    save_masks(file := tmp_path / "masks.safetensors", magnitude_masks(model), "2:4", **identity)
-    data = ["--masks", file, "--data", text_file, "--seq_len", 64]
-    same = rows_printed(capsys, folder, *data)  # under another name, and in another dtype
-    assert same[0].keys() == rows_printed(capsys, folder, *data, "--precision", "bf16")[0].keys()
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1
-    model.save_pretrained(folder)
-    fails(capsys, [folder, *data], "belong to 'Qwen/Qwen2.5' at revision 0a1b", "--allow_other_base")
-    assert rows_printed(capsys, folder, *data, "--allow_other_base")[0]["perplexity"] > 0
 
 
 def test_without_lm_eval_the_command_that_installs_it_is_named(capsys, monkeypatch):

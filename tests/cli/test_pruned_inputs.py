@@ -76,11 +76,14 @@ def test_finetune_of_some_layers(tiny_llama, text_file, tmp_path, capsys):
     refused(capsys, prune.main, flags, "--finetune: its teacher would be", "--distill 0")
 
 
-def test_a_denser_pattern_than_that_of_the_zeros_is_not_that_of_the_base(tiny_llama, tmp_path):
+def test_a_denser_pattern_than_that_of_the_zeros_is_not_that_of_the_base(tiny_llama, tmp_path, capsys):
     """The base under the new masks would have weights where the given model has zeros."""
     first = pruned(tiny_llama, tmp_path / "first")
+    assert "starts from a pruned model" not in capsys.readouterr().err
     same, denser = (result_of(pruned(first, tmp_path / flag[0], "--pattern", flag)) for flag in ("2:4", "6:8"))
     assert (same["updated"], denser["updated"], denser["already_pruned"]) == (False, True, "14 x 2:4")
+    assert capsys.readouterr().err.count("starts from a pruned model: 14 x 2:4") == 2
+    assert "pruned before the run: 14 x 2:4" in (tmp_path / "6" / "README.md").read_text()
 
 
 def test_masks_that_are_not_those_of_the_model_are_refused(tiny_llama, tmp_path, capsys):

@@ -72,16 +72,6 @@ def test_answers_name_the_model_and_the_id(path, handler, needed, server):
         assert "@main" not in text
 
 
-CLOSED = "POST /reset, POST /load_model, POST /v1/audio/transcriptions, POST /v1/systemone"
-CLOSED += ", GET /docs, GET /openapi.json, GET /"
-
-
-@pytest.mark.parametrize("route", CLOSED.split(", "))
-def test_other_routes_are_closed(route, server):
-    code, answer, _ = send(server, *route.split(), {})
-    assert (code, answer["error"]["message"]) == (404, "Not Found")
-
-
 def test_the_routes_of_the_app(folders, monkeypatch):
     build = theirs.build_server
 

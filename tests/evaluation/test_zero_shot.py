@@ -65,6 +65,7 @@ def correct_answers(name: str, row: dict) -> list[str]:
 
 
 @needs_lm_eval
+@pytest.mark.slow
 def test_any_batch_size_gives_the_same_and_limit_takes_the_first_documents(files):
     model, tokenizer, before = tiny_model("llama"), byte_tokenizer(), torch.random.get_rng_state()
     for name in ("arc_easy", "truthfulqa_mc"):

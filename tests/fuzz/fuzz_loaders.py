@@ -12,17 +12,15 @@ import os
 import resource
 import shutil
 import signal
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from random import Random
-from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
@@ -32,7 +30,7 @@ import yaml
 from mutations import Files, damage, lines_of
 from pruned import prune_
 from test_report import result, rows
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import save, tiny_model
 from torch import nn
 
 import proxsparse
@@ -114,9 +112,7 @@ def valid_dense() -> list[Files]:
     transformers.utils.logging.disable_progress_bar()
     folder, heads = scratch() / "dense", {"num_attention_heads": 2, "num_key_value_heads": 2}
     small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 64} | heads
-    for part in (prune_(tiny_model("llama", **small)), byte_tokenizer()):
-        part.save_pretrained(folder)
-    return [files_in(folder)]
+    return [files_in(save(prune_(tiny_model("llama", **small)), folder))]
 
 
 @cache
@@ -142,10 +138,9 @@ def load_and_apply_masks(path: Path) -> None:
         apply_masks_(nn.ModuleDict(layers), masks)
 
 
-def load_run(path: Path, plots: bool) -> None:
-    """`python -m proxsparse.report`, with its plots or as if matplotlib were not installed."""
-    hidden = patch.dict(sys.modules, {"matplotlib": None, "matplotlib.figure": None})
-    with nullcontext() if plots else hidden, warnings.catch_warnings():
+def load_run(path: Path) -> None:
+    """`python -m proxsparse.report`"""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report.write_report(path)
     assert (path / "report.md").stat().st_size < 1 << 20
@@ -233,8 +228,7 @@ class Loader:
 
 LOADERS = {
     "masks": Loader(25_000, valid_masks, load_and_apply_masks),
-    "report": Loader(16_000, valid_run, partial(load_run, plots=False)),
-    "plots": Loader(200, valid_run, partial(load_run, plots=True)),
+    "report": Loader(16_000, valid_run, load_run),
     "settings": Loader(10_000, lambda: [{"config.yaml": yaml.dump(SETTINGS).encode()}], load_settings),
     "texts": Loader(16_000, partial(valid_texts, ".jsonl", ".json", ".txt", ".raw"), load_rows),
     "gzip": Loader(6_000, partial(valid_texts, ".jsonl.gz", ".json.gz", ".txt.gz", ".raw.gz"), load_rows),

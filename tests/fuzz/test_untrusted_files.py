@@ -18,17 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from fuzz_loaders import (
-    LOADERS,
-    Loader,
-    bounded,
-    fuzz,
-    outcome,
-    valid_dense,
-    valid_masks,
-    valid_packed,
-    write,
-)
+from fuzz_loaders import LOADERS, Loader, bounded, fuzz, outcome, valid_dense, valid_masks, valid_packed, write
 from mutations import join_safetensors, lines_of, split_safetensors
 from safetensors.torch import load_file, save_file
 from test_report import MARKED, result, rows
@@ -45,7 +35,6 @@ INDEX = "model.safetensors.index.json"
 INPUTS, SEED = (int(os.environ.get(f"FUZZ_{name}", usual)) for name, usual in (("INPUTS", 2000), ("SEED", 1)))
 
 
-@pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize("inputs", [200, pytest.param(INPUTS, marks=pytest.mark.slow)])  # of all loaders together
 @pytest.mark.parametrize("name", LOADERS)
 def test_valid_files_are_loaded_and_damaged_ones_loaded_or_refused(name, inputs, tmp_path):
@@ -239,12 +228,10 @@ def test_no_call_trusts_remote_code():
 # ---------------------------------------------------------------------------------------------- the command line
 
 
-def masks_with(in_features=None, pattern=None, **entries):
-    """A mask file with other metadata, or other entries of the header for one layer."""
+def masks_with(in_features):
+    """A mask file with other metadata."""
     header, body = split_safetensors(valid_masks()[0]["masks.safetensors"])
-    metadata = {"in_features": in_features, "pattern": pattern}
-    header["__metadata__"] |= {key: text for key, text in metadata.items() if text}
-    header["down"] |= entries
+    header["__metadata__"] |= {"in_features": in_features}
     return {"masks.safetensors": join_safetensors(header, body)}
 
 
@@ -274,10 +261,6 @@ ALIASES = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh",
 NASTY = {  # name -> files, command
     "masks for 10^18 columns": (masks_with(json.dumps(dict.fromkeys(("up", "down"), 10**18))), "masks"),
     "masks nested deep": (masks_with(DEEP), "masks"),
-    "masks without a pattern": (masks_with(pattern="2:4" * 99), "masks"),
-    "masks of floats": (masks_with(dtype="F32", shape=[6]), "masks"),
-    "masks that overlap": (masks_with(data_offsets=[0, 25]), "masks"),
-    "masks after the end": (masks_with(shape=[2**62, 4]), "masks"),
     "a header of 2^63 bytes": ({"masks.safetensors": struct.pack("<Q", 2**63) + b"{}"}, "masks"),
     "an alias bomb": ({"c.yaml": "\n".join(["a: &a [x, x, x, x, x, x, x, x, x]", *ALIASES, "seq_len: *i"])}, "config"),
     "a tag that runs code": ({"c.yaml": "seq_len: !!python/object/apply:os.system ['touch ran']"}, "config"),
@@ -287,13 +270,10 @@ NASTY = {  # name -> files, command
     "a result of 5000 digits": (run_with(steps="9" * 5000), "report"),
     "rows nested deep": ({"a.jsonl": DEEP}, "data"),
     "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
-    "half an archive": ({"a.jsonl.gz": gzip.compress(os.urandom(999))[:500]}, "data"),
     "one text in 200 rows": ({"a.parquet": parquet_bomb()}, "data"),
-    "half a Parquet file": ({"a.parquet": b"PAR1" + bytes(64) + b"PAR1"}, "data"),
     "a config nested deep": (valid_packed()[0] | {"config.json": DEEP}, "unpack"),
     "a billion layers": (packed_with(num_hidden_layers=10**9), "unpack"),
     "layers beyond any float": (packed_with(num_hidden_layers=10**400), "unpack"),
-    "a text for a description": (packed_with(quantization_config="proxsparse"), "unpack"),
     "an index that points out": (
         {"config.json": valid_packed()[0]["config.json"], INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'},
         "unpack",

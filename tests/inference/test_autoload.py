@@ -2,14 +2,18 @@
 
 import importlib.util
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import transformers
 
 import proxsparse_autoload
 from proxsparse.integrations import transformers_quantizer
+from proxsparse.models.loading import load_model
 
 
 def in_another_program(program, *arguments, **environment):
@@ -63,6 +67,35 @@ print(sum(isinstance(module, proxsparse.SparseLinear) for module in model.module
 def test_a_program_that_does_not_import_proxsparse_loads_packed_models(order, folders):
     code, printed, error = in_another_program(AUTOLOADED.format(order=order), *reversed(folders))
     assert (code, printed.split()) == (0, ["14"]), error
+
+
+@pytest.mark.slow
+def test_transformers_serve_loads_a_packed_folder(folders, tmp_path):
+    openai = pytest.importorskip("openai")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nothing_there = dict.fromkeys(("HTTPS_PROXY", "HTTP_PROXY"), "http://127.0.0.1:9")  # as without a network
+    environment = os.environ | nothing_there | {"HF_HOME": str(tmp_path / "hub"), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folders[1]), "--port", str(port)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*command, "--host", "127.0.0.1"], cwd="/", env=environment, stdout=log, stderr=log)
+    try:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0, timeout=60)
+        end = time.monotonic() + 180
+        while "Uvicorn running" not in (printed := (tmp_path / "log").read_text()):
+            assert process.poll() is None, printed
+            assert time.monotonic() < end, printed
+            time.sleep(0.1)
+        settings = {"model": str(folders[1]), "prompt": "hello", "max_tokens": 8, "temperature": 0}
+        answer = client.completions.create(**settings).choices[0].text
+    finally:
+        process.kill()
+        process.wait()
+    model, tokenizer = load_model(str(folders[0]))
+    ids = tokenizer("hello", return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, 5:]
+    assert answer == tokenizer.decode(expected, skip_special_tokens=True)
+    assert not re.search("Traceback|newly initialized|pypi", printed)  # nor does the look for updates print an error
 
 
 def test_the_stand_in(monkeypatch):

@@ -32,9 +32,8 @@ def packed_and_dense(bits=16, in_features=24, out_features=7, backend="auto", pa
 @pytest.mark.parametrize(
     "size",
     [
-        *[(4, 1), (12, 3), (20, 128), (256, 1), (140, 9), (0, 3), (8, 0)],
-        *[(896, 2, "6:8"), (4096, 2, "8:10"), (5632, 2, "4:6"), (11008, 2, "8:10"), (14336, 2, "4:6")],
-        *[(22, 5, "2:4"), (24, 3, "4:6"), (130, 9, "4:6"), (256, 7, "6:8"), (140, 9, "6:8"), (130, 5, "8:10")],
+        *[(4, 1), (140, 9), (0, 3), (8, 0), (22, 5, "2:4"), (130, 9, "4:6"), (140, 9, "6:8"), (130, 5, "8:10")],
+        *[(896, 2, "6:8"), (14336, 2, "4:6")],
     ],
     ids=str,
 )
@@ -126,8 +125,8 @@ def test_gradients_that_there_are_not_are_refused():
         sparse(torch.randn(2, 24)).sum().backward()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 @each_bits
 def test_compiles_into_one_graph_and_exports(bits, backend, autocast, monkeypatch):
     """Dynamo of torch 2.11, unlike later ones, breaks the graph at `is_autocast_available`."""

@@ -23,6 +23,7 @@ from proxsparse.pack import main as pack
 TOKENS = torch.arange(3, 23).view(2, 10)
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 LAYER = "model.layers.1.mlp.up_proj"
+QUICK = ("llama", "qwen2", "mixtral", "gemma3-mixed")
 load = transformers.AutoModelForCausalLM.from_pretrained
 
 
@@ -86,7 +87,9 @@ def refused(folder, *words):
     assert not (folder / "dense").exists()
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - NOT_PACKED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in sorted(set(MODELS) - NOT_PACKED)]
+)
 @torch.no_grad()
 def test_families_load_packed_and_generate_the_same(name, tmp_path):
     dense, packed = (load(folder) for folder in packed_copy(tmp_path, name, torch.float32))
@@ -103,7 +106,7 @@ def test_families_load_packed_and_generate_the_same(name, tmp_path):
 
 
 # types whose files have one tensor for several layers; transformers merges all their tensors, of hrm_text only weights
-@pytest.mark.parametrize("include", [None, ["0.*q_proj", "in_proj_z"]], ids=["all", "some"])
+@pytest.mark.parametrize("include", [None, pytest.param(["0.*q_proj", "in_proj_z"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["lara_mini", "sarvam_moe", "hrm_text"])
 @torch.no_grad()
 def test_layers_that_transformers_merges_in_the_files(name, include, tmp_path, capsys):
@@ -301,25 +304,20 @@ def test_folders_of_earlier_versions_load(version, bits, damaged, folder_of):
         ("config", set_entry("pattern", "4:6"), ["q_proj.values", "[32, 16]", "[32, 22]"]),
         ("config", set_entry("bits", {LAYER: 8}), ["F32", "needs I8"]),
         ("config", set_entry("bits", {LAYER: 3}), ["`bits`", "8 or 4"]),
-        ("config", set_entry("bits", {LAYER: [8]}), ["`bits`", "8 or 4"]),
         ("config", set_entry("bits", {"lm_head": 8}), ["`bits`", "some of `layers`"]),
         ("config", set_entry("layers", []), ["`layers` must be", "config.json"]),
-        ("config", set_entry("layers", "all"), ["`layers` must be", "config.json"]),
         ("config", set_entry("layers", ["model.layers.7.mlp.up_proj"]), ["model.layers.7.mlp.up_proj", "config.json"]),
         ("config", set_entry("layers", ["model.embed_tokens"]), ["model.embed_tokens", "no nn.Linear"]),
         ("config", lambda config: config["layers"].remove(LAYER), [f"{LAYER}.indices", "config.json does not list"]),
         ("tensors", lambda tensors: tensors.pop(f"{LAYER}.values"), ["no file has", f"{LAYER}.values"]),
-        ("tensors", lambda tensors: tensors.pop(f"{LAYER}.indices"), ["no file has", f"{LAYER}.indices"]),
         (
             "tensors",
             lambda tensors: tensors.update({f"{LAYER}.weight": torch.zeros(64, 32)}),
             [f"{LAYER}.weight", "lists this layer"],
         ),
         ("tensors", change("values", lambda t: t[:, :-2]), ["model.safetensors", "[64, 14]", "[64, 16]"]),
-        ("tensors", change("values", lambda t: t[1:]), ["[63, 16]", "[64, 16]"]),
         ("tensors", change("values", lambda t: t.int()), ["I32", "BF16"]),
         ("tensors", change("indices", lambda t: t[:, :-1]), ["[64, 3]", "[64, 4]"]),
-        ("tensors", change("indices", lambda t: t.int()), ["I32", "U8"]),
         ("tensors", change("indices", lambda t: t * 0), [LAYER, "out of order"]),
     ],
 )

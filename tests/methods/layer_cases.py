@@ -6,9 +6,9 @@ from torch import nn
 from proxsparse.models.layers import prunable_layers
 
 
-def correlated_inputs(tokens, features, dtype=torch.float64, seed=0):
+def correlated_inputs(tokens, features, dtype=torch.float64):
     """[tokens, features] from a few common factors plus noise, with feature scales that differ."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     factors = torch.randn(tokens, features // 4, generator=generator, dtype=torch.float64)
     loading = torch.randn(features // 4, features, generator=generator, dtype=torch.float64)
     noise = torch.randn(tokens, features, generator=generator, dtype=torch.float64)

@@ -97,15 +97,11 @@ def test_the_committed_rows_are_found():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--methods", "obs"], "'obs'.*choose from"),
         (["--methods", "sparsegpt:dampening=1"], "'sparsegpt:dampening=1': unrecognized arguments: --dampening"),
         (["--methods", "proxsparse:num_samples=2"], "num_samples is the same for the whole table"),
         (["--methods", "dense", "dense"], "'dense' is given twice"),
         (["--methods", "--masks", "masks.safetensors"], "must be NAME=FILE"),
-        (["--methods", "--masks", "a=."], "has no model"),
-        (["--methods"], "nothing to measure: give --methods or --masks"),
         (["--methods", "dense", "--tasks", "piqa", "--data_dir", "."], "piqa"),  # a missing file, before the work
-        (["--methods", "dense", "--eval_max_windows", "3", "2"], "--eval_max_windows 3 2: give one number"),
         (["--methods", "dense", "--eval_seq_len", "129"], "--eval_seq_len 129: above the model's context length"),
     ],
 )

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import transformers
+from family_models import family_model
 from tiny_models import COMMON, MODELS
 from tiny_models import tiny_model as own_layout
 from torch import nn
@@ -16,30 +17,18 @@ from proxsparse.models.unfold_linears import unfold_linears_
 IDS = torch.arange(3, 20)[None]
 
 
-def of_config(model_type, **settings):
-    torch.manual_seed(0)
-    experts = {"num_experts_per_tok": 2, "head_dim": 8}
-    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **experts, **settings})
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
-def gpt_oss():
-    """Experts with biases, weights stored [in_features, out_features], and a gate of their own."""
-    model = of_config("gpt_oss", num_local_experts=4)
-    for name, parameter in model.named_parameters():
-        if "bias" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return model
-
-
 def nemotron_h():
     """Experts without a gate."""
     settings = {"layers_block_type": ["moe", "attention"], "moe_shared_expert_intermediate_size": 16}
-    return of_config("nemotron_h", n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=16, **settings)
+    settings |= {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("nemotron_h", **{**COMMON, "head_dim": 8, **settings})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 BUILDERS = {name: functools.partial(own_layout, name) for name in MODELS}
-BUILDERS |= {"gpt-oss": gpt_oss, "nemotron-h": nemotron_h}
+# gpt_oss: experts with biases, weights stored [in_features, out_features], and a gate of their own
+BUILDERS |= {"gpt-oss": functools.partial(family_model, "gpt_oss"), "nemotron-h": nemotron_h}
 FOLDED = ["gpt2", "mixtral", "qwen3-moe", "gpt-oss", "nemotron-h"]
 
 

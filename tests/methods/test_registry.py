@@ -1,7 +1,5 @@
 """What holds for every registered method, on every model family."""
 
-import dataclasses
-
 import pytest
 import tiny_models
 import torch
@@ -9,18 +7,16 @@ from pruned import assert_pruned
 from tiny_models import MODELS, byte_tokenizer
 
 from proxsparse import prune_
-from proxsparse.allocations.registry import ALLOCATIONS
 from proxsparse.methods import get_method, list_methods, register_layer_method
 from proxsparse.models.layers import prunable_layers
-from proxsparse.training.options import LearningOptions
 
-ROWS = [*map(get_method, list_methods()), *ALLOCATIONS.values()]
 # Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
 LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
+QUICK = ("llama", "gpt2", "mixtral", "gemma2-mixed")  # every kind of layer and of walk
 
 
 @pytest.mark.parametrize("name", list_methods())
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in MODELS])
 def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
     model, dense = tiny_model(family), dict(tiny_model(family).named_parameters())
     masks = prune_(model, name, iter(batches))
@@ -67,13 +63,6 @@ def test_the_seed_decides_where_data_is_used(name):
         found.append(torch.cat([mask.flatten() for mask in masks.values()]))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2]) != get_method(name).needs_data
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_every_option_is_described(row):
-    own = row.options.keys() - {one.name for one in dataclasses.fields(LearningOptions)}
-    assert own <= row.descriptions.keys()
-    assert all(5 < len(text) < 120 for name, text in row.descriptions.items() if name in own)
 
 
 def test_options_need_a_default():

@@ -29,8 +29,8 @@ def single_block_changes(mask, pattern):
             yield other
 
 
-def case(features, out_features=6, dtype=torch.float64):
-    inputs = correlated_inputs(400, features, dtype)
+def case(features, out_features=6):
+    inputs = correlated_inputs(400, features)
     return inputs, *layer_and_statistics(InputGram, inputs, out_features)
 
 

@@ -19,7 +19,7 @@ from proxsparse.reference import pack
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 STEP = {"step": 3, "lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-NUMBERS = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, -1.0, 2.0, 1e-30])
+NUMBERS = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, -1.0, 2.0, 1e-30])
 Tensors = dict[str, Tensor]
 
 
@@ -306,20 +306,23 @@ for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights
 
 
 def on_backends(but: tuple[str, ...] = (), slow: tuple[str, ...] = ()):
-    """Every case on every backend of this machine, except those in `but`; the patterns `slow` are marked so."""
+    """Every case on every backend of this machine, except those in `but`.
+
+    The patterns `slow` are marked so, and the reference of large blocks.
+    """
     params = []
     for name, case in CASES.items():
         left_out = (*but, "cuda") if case.block > 4 else but  # CUDA has blocks of 4 only
-        marks = [pytest.mark.slow] if case.pattern in slow else []
-        params += [
-            pytest.param(case, *place.values, id=f"{name}-{place.id}", marks=[*place.marks, *marks])
-            for place in backends_of(case.op)
-            if place.values[0][0] not in left_out
-        ]
+        for place in backends_of(case.op):
+            backend = place.values[0][0]
+            is_slow = case.pattern in slow or (case.block > 4 and backend == "reference")
+            marks = [*place.marks, *[pytest.mark.slow] * is_slow]
+            if backend not in left_out:
+                params.append(pytest.param(case, *place.values, id=f"{name}-{place.id}", marks=marks))
     return pytest.mark.parametrize(("case", "place"), params)
 
 
-each_case, each_kernel = on_backends(), on_backends(but=("reference",))
+each_case, each_kernel = on_backends(), on_backends(but=("reference",), slow=("4:6", "6:8"))
 each_traced_case = on_backends(slow=("4:6", "6:8"))  # torch sees no difference between these and 8:10
 
 

@@ -79,15 +79,24 @@ def triton_on_cpu(monkeypatch):
 
 
 @pytest.fixture
-def serve(request, on_backend):
-    """serve(op, (backend, device)) -> the device; the backend is chosen until the test ends."""
+def serve(request):
+    """serve(op, (backend, device)) -> the device; the backend is chosen until the test ends.
 
-    def choose(op: str, place: tuple[str, str]) -> torch.device:
-        if place in (("cuda", "cpu"), ("triton", "cpu")):
-            request.getfixturevalue(f"{place[0]}_on_cpu")
-        return on_backend(op, place, *CALLS[op])
+    Skips the test if that backend does not support CALLS on this machine, with its own reason.
+    """
+    with contextlib.ExitStack() as stack:
 
-    return choose
+        def choose(op: str, place: tuple[str, str]) -> torch.device:
+            name, device = place[0], torch.device(place[1])
+            if place in (("cuda", "cpu"), ("triton", "cpu")):
+                request.getfixturevalue(f"{name}_on_cpu")
+            reason = registry.get_kernel(op, name).supports(torch.zeros(1, 4, device=device), *CALLS[op])
+            if reason is not None:
+                pytest.skip(f"{name}: {reason}")
+            stack.enter_context(registry.use_backend(name))
+            return device
+
+        yield choose
 
 
 @pytest.fixture

@@ -191,15 +191,6 @@ def test_without_a_measurement_a_stated_order(monkeypatch, tmp_path, measured):
     assert chosen(1, 8, 8, device="meta") == "reference"
 
 
-def test_the_committed_table_names_its_origin_and_backends_that_exist():
-    for dtypes in json.loads(choice.MEASURED.read_text()).values():
-        for entry in dtypes.values():
-            assert {"device", "torch", "commit", "command", "results"} <= entry["measured"].keys()
-            orders = [names.split(choice.ORDER) for rows in entry["fastest"].values() for names in rows.values()]
-            assert all("reference" in names for names in orders)
-            assert {name for names in orders for name in names} <= set(registry.list_backends("sparse_linear"))
-
-
 def test_a_call_that_was_met_is_not_decided_again_and_the_memory_is_bounded(measured, monkeypatch):
     kernels = measured({"8x8": {"1": "fast"}})
     monkeypatch.setattr(choice, "MAX_CHOICES", 8)

@@ -142,15 +142,10 @@ def test_the_kernel_orders_places_as_the_equation_and_writes_nothing_else(archit
     assert (memory[-256:] == 0xA5).all()
 
 
-def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpu):
-    device = torch.device("cuda", 0)
-    for major, rows, expected in (
-        (9, (1, 33, 512, 513), ["64x32", "64x64", "128x128", "128x256"]),
-        (8, (17, 129), ["64x64", "128x128"]),
-    ):
-        gpu(major)
-        assert [cutlass.tile_for(device, count) for count in rows] == expected
-        assert {tile for _, tile in cutlass.TILES[10 * major]} <= set(cutlass.built_tiles(device))
+@pytest.mark.parametrize("major", [8, 9])
+def test_all_tiles_exist(major, gpu):
+    gpu(major)
+    assert {tile for _, tile in cutlass.TILES[10 * major]} <= set(cutlass.built_tiles(torch.device("cuda", 0)))
 
 
 @pytest.mark.slow
@@ -208,7 +203,7 @@ def stand_in(cuda_on_cpu, gpu, monkeypatch):
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    ("major", "shape", "tiles"),  # the tiles for 17, 40, 200 and 600 rows of x
+    ("major", "shape", "tiles"),  # those for 17, 40, 200 and 600 rows of x: they grow
     [
         (9, (72, 144), ["64x32", "64x64", "128x128", "128x256"]),
         (8, (96, 320), ["64x64", "64x64", "128x128", "128x128"]),

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from ops.on_each_backend import assert_alike, backends_of
+from ops.test_adamw_prox import EXACT
 
 from proxsparse import prox_nm, prox_nm_, reference
 from proxsparse.ops import adamw_prox_, masked_weight_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("huge")]
 SEED = 0x9E3779B97F4A7C15
-# Makes the arithmetic of a step exact in fp32: w' = w (1 - 2^-10) where moments and gradient are zero.
-EXACT = {"step": 1, "lr": 1.0, "betas": (0.5, 0.5), "eps": 1e-8, "weight_decay": 2.0**-10}
 
 
 def gpu_kernels(op: str) -> list:

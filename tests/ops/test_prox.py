@@ -41,15 +41,15 @@ def rounding(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor | float:
 
 
 @functools.cache
-def judged(dtype: torch.dtype) -> list[tuple[float, torch.Tensor, torch.Tensor]]:
-    """[(lambda, blocks, their exact prox in float64)]: a million blocks for float64 and float32.
+def judged(dtype: torch.dtype, share: float) -> list[tuple[float, torch.Tensor, torch.Tensor]]:
+    """[(lambda, blocks, their exact prox in float64)]: `share` of a million blocks for float64 and float32.
 
     Half of the blocks are in the order of their largest weight, so that neighbours are solved alike. float16 has no
     room for lambda * z_1 from 1e-4 to 1e3 at any other lambda.
     """
     cases = []
     for seed, reg_lambda in enumerate((0.05, 0.1) if dtype in HALF else (0.02, 0.7, 1.0, 30.0)):
-        count = 25_000 if dtype in HALF else 125_000
+        count = int(share * (25_000 if dtype in HALF else 125_000))
         weight = random_blocks(2 * count, reg_lambda, seed=seed).to(dtype)
         weight[count:] = weight[count:][weight[count:].abs().amax(-1).argsort()]
         cases.append((reg_lambda, weight, exact(weight, reg_lambda)))
@@ -57,10 +57,9 @@ def judged(dtype: torch.dtype) -> list[tuple[float, torch.Tensor, torch.Tensor]]
 
 
 @each_dtype
-def test_a_million_hard_blocks_match_the_ground_truth(dtype, device):
-    step = 5 if is_slow(device) else 1
-    for reg_lambda, blocks, best in judged(dtype):
-        weight, best = blocks[::step].contiguous(), best[::step]
+@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_a_million_hard_blocks_match_the_ground_truth(share, dtype, device):
+    for reg_lambda, weight, best in judged(dtype, share / 5 if is_slow(device) else share):
         result = prox_nm(weight.view(-1, 1000).to(device), reg_lambda)
         assert device.type == "cpu" or torch.equal(result, prox_nm(weight.view(-1, 1000).to(device), reg_lambda))
         result = result.view(-1, 4).cpu()
@@ -90,15 +89,22 @@ def test_blocks_of_one_strength(dtype, device):
             assert ((error <= ERROR[dtype] * largest(weight)).all(-1) | tie).all(), strength
 
 
+@functools.cache
+def solved(reg_lambda: float, m: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """1,200 blocks of which two weights are dropped, and their prox in float64 by the reference."""
+    weight = random_blocks(1200, reg_lambda, m, m - 2, seed=3).to(dtype)
+    return weight, reference.prox_nm(weight.double(), reg_lambda, f"{m - 2}:{m}")
+
+
 @each_dtype
-@pytest.mark.parametrize("m", [6, 8, 10])
+@pytest.mark.parametrize("m", [8, pytest.param(6, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.slow)])
 def test_hard_blocks_of_which_two_weights_are_dropped(m, dtype, device, require):
     """As good as the reference."""
     for reg_lambda in (0.1,) if dtype == torch.float16 else (0.02, 30.0):
-        weight = random_blocks(120 if is_slow(device) else 1200, reg_lambda, m, m - 2, seed=3).to(dtype)
+        step = 10 if is_slow(device) else 1
+        weight, best = (blocks[::step].contiguous() for blocks in solved(reg_lambda, m, dtype))
         require(OP, weight.to(device), reg_lambda, m - 2, m)
         result = prox_nm(weight.view(4, -1).to(device), reg_lambda, f"{m - 2}:{m}").cpu()
-        best = reference.prox_nm(weight.double(), reg_lambda, f"{m - 2}:{m}")
         gap = relative_gap(result.view(-1, m), best, weight, reg_lambda, m - 2)
         assert gap.abs().max() <= GAP[dtype] * m / 4
         assert not result[(result == 0) & (weight.view(4, -1) != 0)].signbit().any()
@@ -211,20 +217,6 @@ def test_a_huge_strength_keeps_the_two_largest_even_where_it_overflows(dtype, si
 def test_a_tiny_strength_changes_next_to_nothing(size, reg_lambda, dtype, device):
     weight = (size * BLOCKS).to(device, dtype)
     torch.testing.assert_close(prox_nm(weight, reg_lambda), weight, rtol=4 * torch.finfo(dtype).eps, atol=0)
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_bad_number_does_not_keep_the_general_solver_from_stopping(poison, monkeypatch):
-    sweeps = []
-    original = reference.elementary_symmetric
-    monkeypatch.setattr(reference.prox, "elementary_symmetric", lambda x, k: sweeps.append(k) or original(x, k))
-    weight = random_blocks(9, 0.7, m=8, n=4, seed=23)
-    weight[0] = 0.0
-    reference.prox_nm(weight, 0.7, "4:8")
-    needed = len(sweeps)
-    weight[0, 3] = poison
-    reference.prox_nm(weight, 0.7, "4:8")
-    assert len(sweeps) == 2 * needed
 
 
 # ------------------------------------------------------------------------------------------ a list of weights

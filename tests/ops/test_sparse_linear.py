@@ -100,33 +100,22 @@ def kernel(compiled):
     return get_kernel("sparse_linear", "cpp")
 
 
-LONG = [
-    (53, 4612, 43),
-    (53, 4612, 170),
-    (13, 4108, 1090),
-    (5, 65536, 70),
-    (53, 2728, 64),
-    (53, 5444, 64),
-    (53, 5460, 64),
-]
+FEW_TO_MANY = (0, 1, 2, 3, 5, 7, 33, 64, 170)
+# out_features, in_features, rows: then parts of long rows and of a large x
+SIZES = [(*shape, FEW_TO_MANY) for shape in ((7, 4), (13, 60), (53, 76), (40, 132), (9, 4612), (26, 128))]
+SIZES += [(53, 4612, (43, 170)), (13, 4108, (1090,)), (5, 65536, (70,))]
+SIZES += [(53, in_features, (64,)) for in_features in (2728, 5444, 5460)]
 
 
-@pytest.mark.parametrize(("out_features", "in_features", "rows"), LONG)
-@kernel_dtypes
-def test_parts_of_long_rows_and_of_a_large_x(dtype, out_features, in_features, rows, kernel):
-    weight, x = pruned_weight((out_features, in_features), dtype), torch.randn(rows, in_features).to(dtype)
-    assert_as_good_as_dense(kernel.run(x, *pack_nm(weight), None, None), x, weight)
-
-
-@pytest.mark.parametrize(("out_features", "in_features"), [(7, 4), (13, 60), (53, 76), (40, 132), (9, 4612), (26, 128)])
+@pytest.mark.parametrize(("out_features", "in_features", "rows"), SIZES)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @kernel_dtypes
-def test_any_number_of_rows_and_any_strides(dtype, bits, out_features, in_features, kernel):
+def test_any_number_of_rows_and_any_strides(dtype, bits, out_features, in_features, rows, kernel):
     values, indices, scales, weight = weight_of((out_features, in_features), dtype, bits)
     bias = torch.randn(out_features).to(dtype)
     scattered = [None if part is None else torch.stack([part, part], -1)[..., 0] for part in (values, indices, scales)]
-    for rows in (0, 1, 2, 3, 5, 7, 33, 64, 170):
-        x = torch.randn(rows, in_features).to(dtype)
+    for count in rows:
+        x = torch.randn(count, in_features).to(dtype)
         y = kernel.run(x, values, indices, bias, None, scales)
         assert_as_good_as_dense(y, x, weight, bias)
         y_strided = kernel.run(x.T.contiguous().T, *scattered[:2], bias, None, scattered[2])

@@ -54,12 +54,10 @@ def mask_call(weight, pretrained, scale):
 
 
 def on_each_gpu(calls: dict) -> list:
-    """(name, call, capability): all are slow except the first on sm_90."""
+    """(name, call, capability)."""
     return [
-        pytest.param(
-            name, call, capability, id=f"{name}-{capability}", marks=[pytest.mark.slow] * (capability != 90 or i)
-        )
-        for i, (name, call) in enumerate(calls.items())
+        pytest.param(name, call, capability, id=f"{name}-{capability}")
+        for name, call in calls.items()
         for capability in (80, 90, 100)
     ]
 

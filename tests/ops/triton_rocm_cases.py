@@ -29,9 +29,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=[] if x in ("bf16", "step") else pytest.mark.slow) for x in CALLS]
-)
+@pytest.mark.parametrize("case", CALLS)
 def test_for_gfx942(case):
     """16 bytes a lane at once, no spills, nothing exchanged through shared memory, no inline assembly of NVIDIA's."""
     assert not formats.PTX.value

@@ -116,12 +116,8 @@ DAMAGED = r"parameter 0 of group 0, of shape \[24, 8\], is not quite 2:4: {} of 
 @pytest.mark.parametrize(
     ("parameters", "pattern", "message"),
     [
-        (lambda: tiny_model().parameters(), "2:4", r"no parameter of this AdamW is 2:4: the model is dense; prune it"),
-        (
-            lambda: tiny_model().parameters(),
-            None,
-            r"no parameter of this AdamW is pruned: the model is dense; prune it",
-        ),
+        (lambda: tiny_model().parameters(), "2:4", "no parameter of this AdamW is 2:4: the model is dense; prune it"),
+        (lambda: tiny_model().parameters(), None, "no parameter of this AdamW is pruned: the model is dense; prune it"),
         (lambda: pruned_model().parameters(), "1:4", r'is 2:4, not 1:4; pass pattern="2:4"'),
         (lambda: pruned_model("3:4").named_parameters(), "2:4", r"parameter 0.weight, of shape \[24, 8\], is 3:4, not"),
         (lambda: two_patterns().parameters(), "2:4", r'parameter 2 .* shape \[4, 24\], is 3:4, .*; pass pattern="3:4"'),
@@ -129,7 +125,6 @@ DAMAGED = r"parameter 0 of group 0, of shape \[24, 8\], is not quite 2:4: {} of 
         (lambda: [flat()], "2:4", r"FSDP1.*fully_shard"),
         (lambda: damaged(1, 3).parameters(), "2:4", DAMAGED.format(1)),
         (lambda: damaged(1, 3).parameters(), None, DAMAGED.format(1)),
-        (lambda: damaged(3, 4).parameters(), "2:4", DAMAGED.format(3)),
         (lambda: damaged(23, 4).parameters(), "2:4", DAMAGED.format(23)),
     ],
 )

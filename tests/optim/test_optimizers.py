@@ -73,10 +73,11 @@ def test_groups_override_the_defaults_at_each_step_and_lambda_is_not_multiplied_
     torch.testing.assert_close((model[0].bias - before[1]).abs(), torch.full_like(before[1], 0.5), rtol=1e-4, atol=0)
     found = [(group["pattern"], group["reg_lambda"]) for group in optimizer.param_groups]
     assert found == [("1:4", 0.7), ("2:4", 0), ("2:4", 0.2)]
-    optimizer.param_groups[0]["reg_lambda"] = 0.125
+    optimizer.param_groups[0]["reg_lambda"], optimizer.param_groups[1]["reg_lambda"] = 0.125, 0.3
     before = weights(model)
     train(model, optimizer, 1)
     assert_close(model[0].weight, prox_nm(before[0], 0.125, "1:4"))
+    assert_close(model[2].weight, prox_nm(before[2], 0.3))
     assert optimizer.param_groups[0]["prox_step"] == 2
 
 

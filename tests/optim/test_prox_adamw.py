@@ -12,16 +12,11 @@ from training import ADAMW, ROUNDINGS, assert_same, loss_of, prox_optimizer, tin
 
 from proxsparse import ProxAdamW, ProxOptimizer
 from proxsparse.ops import masked_weight_, prox_nm_, use_backend
-from proxsparse.optim.prox_adamw import call_seed
 from proxsparse.reference import frozen_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
 BF16 = torch.bfloat16
-PROX = {
-    "plain": {"reg_lambda": 0.1},
-    "without prox": {"reg_lambda": 0.0},
-    "4:8": {"reg_lambda": 0.5, "pattern": "4:8"},
-}
+PROX = {"plain": {"reg_lambda": 0.1}, "without prox": {"reg_lambda": 0.0}, "4:8": {"reg_lambda": 0.5, "pattern": "4:8"}}
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
 
 
@@ -185,18 +180,6 @@ def test_equal_parameters_are_rounded_differently():
     assert not any(torch.equal(parameters[i], parameters[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
-def test_every_call_has_a_random_seed_of_its_own():
-    seeds = {call_seed(seed, number, step) for seed in range(5) for number in range(50) for step in range(1, 51)}
-    assert len(seeds) == 5 * 50 * 50
-    assert all(0 <= seed < 2**64 for seed in seeds)
-    assert len({seed & 0xFFFFFFFF for seed in seeds}) > 12_450, "the lower half alone tells most of them apart"
-    assert call_seed(-1, 0, 1) == call_seed(2**64 - 1, 0, 1) != call_seed(1, 0, 1)
-    assert sum(seed.bit_count() for seed in seeds) / len(seeds) == pytest.approx(32, abs=0.2)
-    seed, flips = call_seed(7, 3, 11), [1 << i for i in range(20)]  # one bit of the input changes half of the seed
-    others = [x for b in flips for x in (call_seed(7 ^ b, 3, 11), call_seed(7, 3 ^ b, 11), call_seed(7, 3, 11 ^ b))]
-    assert sum((seed ^ other).bit_count() for other in others) / len(others) == pytest.approx(32, abs=4 / 3)
-
-
 # ------------------------------------------------------------------------------------------- the state
 
 
@@ -313,13 +296,10 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
         ([parameter()], {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
         ([parameter()], {"eps": -1e-8}, r"eps=-1e-08"),
         ([parameter()], {"weight_decay": math.inf}, r"weight_decay=inf"),
-        ([parameter()], {"weight_decay": torch.ones(2)}, r"weight_decay=tensor\(\[1., 1.\]\) must be"),
         ([parameter()], {"eps": "0.1"}, r"eps='0.1' must be"),
-        ([parameter()], {"betas": (0.9, torch.ones(2))}, r"betas=.* must be two numbers"),
         ([parameter()], {"betas": 0.9}, r"betas=0.9 must be two numbers"),
         ([parameter()], {"frozen_lambda": -2}, r"frozen_lambda=-2"),
         ([parameter()], {"frozen_eps": 0}, r"frozen_eps=0 must be"),
-        ([parameter()], {"frozen_lambda": "0.1"}, r"frozen_lambda=.* must be a finite number"),
         ([parameter()], {"seed": 1.5}, r"seed=1.5 must be an integer"),
         ([parameter()], {"moment_dtype": torch.float16}, r"moment_dtype=torch.float16 must be torch.bfloat16, or None"),
         ([parameter()], {"stochastic_rounding": True, "master_weights": True}, r"choose one of the two"),
@@ -337,7 +317,6 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
                 (torch.ones(9), r"shape \[9\].*shape \[4\]"),
                 (torch.ones(4, dtype=torch.int64), "int64"),
                 (torch.zeros(4), r"from 0\.0 to 0\.0.*finite and > 0"),
-                (torch.full((4,), torch.inf), "from inf to inf"),
             )
         ),
     ],

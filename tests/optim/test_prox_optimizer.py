@@ -11,8 +11,8 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 from training import assert_same, loss_of, tiny_model, train, weights
 
 from proxsparse import ProxAdamW
-from proxsparse.ops import prox_nm, prox_nm_
-from proxsparse.optim import ProxOptimizer, param_groups
+from proxsparse.ops import prox_nm_
+from proxsparse.optim import ProxOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:prox_nm_. not on the cpp backend")
 
@@ -36,27 +36,6 @@ def test_step_is_base_step_then_prox(base, pattern):
             prox_nm_(layer.weight.detach(), 0.3, pattern)
         train(wrapped, optimizer, 1)
     assert_same(weights(plain), weights(wrapped))
-
-
-def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
-    model, calls = tiny_model(), []
-    before = weights(model)
-    call = param_groups.prox_nm_list_
-    monkeypatch.setattr(param_groups, "prox_nm_list_", lambda *arguments: calls.append(arguments) or call(*arguments))
-    other = nn.Parameter(torch.randn(3, 8))
-    other.grad = torch.zeros_like(other)
-    groups = [
-        {"params": [model[0].weight], "reg_lambda": 0.1},
-        {"params": [other], "reg_lambda": 0.3, "pattern": "1:4"},
-        {"params": [model[2].weight], "reg_lambda": 0.2},
-    ]
-    optimizer = ProxOptimizer(SGD(groups, lr=1e-30), reg_lambda=9.0)
-    loss_of(model).backward()
-    optimizer.step()
-    assert [(lambdas, pattern) for _, lambdas, pattern in calls] == [([0.1, 0.2], "2:4"), ([0.3], "1:4")]
-    assert torch.equal(model[0].weight, prox_nm(before[0], 0.1))
-    assert torch.equal(model[2].weight, prox_nm(before[2], 0.2))
-    assert [group["prox_step"] for group in optimizer.param_groups] == [1, 1, 1]
 
 
 def test_lbfgs_evaluates_the_closure_many_times():

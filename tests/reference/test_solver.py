@@ -1,6 +1,4 @@
-"""The plain-torch solvers against searches that know no theorem, and against cases worked by hand."""
-
-import math
+"""The plain-torch solvers against searches that know no theorem."""
 
 import pytest
 import torch
@@ -9,10 +7,6 @@ from reference import ground_truth
 
 from proxsparse import NMPattern
 from proxsparse.reference import prox_nm
-
-
-def block(*members: float) -> torch.Tensor:
-    return torch.tensor([members], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("reg_lambda", [0.01, 1.0])
@@ -67,24 +61,3 @@ def test_scale_is_the_metric_and_only_its_magnitude_counts():
         result = prox_nm(weight, 0.1, scale=scale)
         ground_truth.assert_optimal(result, weight, 0.1, scale=scale.double())
         assert torch.equal(prox_nm(weight, 0.1, scale=(scale * sign).to(scale_dtype)), result)
-
-
-BY_HAND = {
-    "three, w + w^2 = 1.05, where EnumALM keeps two": ((1.05, 1.05, 1.05, 0.0), (math.sqrt(1 + 4 * 1.05) - 1) / 2, 3),
-    "three of four ones, w + w^2 = 1": ((1, 1, -1, 1), (math.sqrt(5) - 1) / 2, 3),
-    "four small weights, w + 3 w^2 = 0.1": ((0.1, -0.1, 0.1, 0.1), (math.sqrt(1 + 12 * 0.1) - 1) / 6, 4),
-}
-
-
-@pytest.mark.parametrize(("weights", "root", "survivors"), BY_HAND.values(), ids=BY_HAND)
-def test_equal_weights_by_hand(weights, root, survivors):
-    """Two of four ones have objective 1, three 0.9549, four 0.9677."""
-    weight = block(*weights)
-    expected = root * weight.sign() * (torch.arange(4) < survivors)
-    torch.testing.assert_close(prox_nm(weight, 1.0), expected, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("strength", [(1 + math.sqrt(2)) / 2 + 1e-6, 1.3, 10.0, 1e3, 1e6])
-def test_two_survive_unchanged_from_the_threshold_on(strength):
-    """lambda * z_1 >= (1 + sqrt 2) / 2: even a block of equal weights becomes 2-sparse."""
-    assert prox_nm(block(strength, -strength, strength, strength), 1.0).tolist() == [[strength, -strength, 0.0, 0.0]]

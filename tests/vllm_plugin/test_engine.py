@@ -95,13 +95,11 @@ def changed(part, change):
     ("damage", "bits", "message"),
     [
         (without("values"), "16", "values: 0 of 1 parts are in the files"),
-        (without("values"), "4", "values: 0 of 1 parts are in the files"),
         (without("scales"), "8", "scales: 0 of 1 parts are in the files"),
         (without("indices"), "16", "indices: 0 of 1 parts are in the files"),
         (changed("indices", torch.zeros_like), "16", "indices out of order"),
         (changed("values", torch.Tensor.char), "16", "values are torch.int8, but config.json lists it with 16 bits"),
         (changed("scales", torch.Tensor.int), "8", "its scales are torch.int32; pack the pruned folder again"),
-        (changed("scales", torch.Tensor.int), "4", "its scales are torch.int32; pack the pruned folder again"),
         (changed("weight", lambda _: torch.zeros(128, 256)), "16", "lists this layer as packed, but the files have a"),
     ],
 )
