@@ -18,6 +18,7 @@ from proxsparse.models.checks import require_module
 from proxsparse.models.layers import is_selected, quant_method
 from proxsparse.models.matching import Match, keep_from_merging_, model_names
 from proxsparse.models.uncompiled import uncompiled
+from proxsparse.models.unfold_linears import linear
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern
@@ -80,11 +81,9 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     with uncompiled(model) as plain:
         for names in names_of_modules(plain, SparseLinear):
             packed = plain.get_submodule(names[0])
-            linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
-            linear.weight = nn.Parameter(packed.dense_weight())
-            linear.bias = None if packed.bias is None else nn.Parameter(packed.bias.detach())
+            dense = linear(packed.dense_weight(), packed.bias).train(packed.training)
             for name in names:
-                plain.set_submodule(name, linear.train(packed.training))
+                plain.set_submodule(name, dense)
         declare_(plain)
     return model
 
