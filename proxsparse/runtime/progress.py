@@ -87,11 +87,8 @@ class Phase:
         elapsed = time.monotonic() - self.counted_from
         if not self.total and not self.done:
             return f"{self.name}: {tqdm.format_interval(elapsed)}"[: columns or None]
-        ascii_only = not (sys.stderr.encoding or "").lower().startswith("utf")
-        return tqdm.format_meter(
-            self.done, self.total, elapsed, columns, self.name, ascii_only, self.unit, initial=self.first,
-            postfix=self.note,
-        )  # fmt: skip
+        more = {"unit": self.unit, "initial": self.first, "postfix": self.note}
+        return tqdm.format_meter(self.done, self.total, elapsed, columns, self.name, **more)
 
     def summary(self) -> str:
         """The line at the end: name, result, steps and time."""
