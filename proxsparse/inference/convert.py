@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
-from proxsparse.inference.packable import names_of_modules, packable_layers, pattern_or_obstacle
+from proxsparse.inference.packable import names_of_modules, packable_layers, pattern_of
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.checks import require_module
 from proxsparse.models.layers import is_selected, quant_method
 from proxsparse.models.matching import Match, keep_from_merging_, model_names
 from proxsparse.models.uncompiled import uncompiled
+from proxsparse.models.unfold_linears import linear
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern
@@ -51,9 +52,9 @@ def sparsify_(
             `include` must have one of the patterns.
         bits: 16 keeps the values; 8 or 4 rounds them to codes, see `reference.quantize`.
     Raises:
-        ValueError: no layer has a pattern; at least half of the blocks of a layer, but not all, have one; a layer
-            matches `include` and has no pattern, is a subclass of nn.Linear, or has hooks, which packing would lose; a
-            weight has no code, see `quantize_nm`; the bits are unknown. The message names the layer.
+        ValueError: no layer has a pattern; a layer is sparse, but has none of the patterns; a layer matches `include`
+            and has no pattern, is a subclass of nn.Linear, or has hooks, which packing would lose; a weight has no
+            code, see `quantize_nm`; the bits are unknown. The message names the layer.
     """
     check_bits(bits)
     require_module(model)
@@ -80,11 +81,9 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     with uncompiled(model) as plain:
         for names in names_of_modules(plain, SparseLinear):
             packed = plain.get_submodule(names[0])
-            linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
-            linear.weight = nn.Parameter(packed.dense_weight())
-            linear.bias = None if packed.bias is None else nn.Parameter(packed.bias.detach())
+            dense = linear(packed.dense_weight(), packed.bias).train(packed.training)
             for name in names:
-                plain.set_submodule(name, linear.train(packed.training))
+                plain.set_submodule(name, dense)
         declare_(plain)
     return model
 
@@ -172,8 +171,7 @@ def merged_tensors(headers: dict[str, Header], model: nn.Module, names: Match, e
     linears = {f"{name}.weight" for group in names_of_modules(model, nn.Linear) for name in group}
     merged = {name: names.names[name] for name in sorted(names.merged) if names.names[name] in linears}
     selected = [name for name, inside in merged.items() if is_selected(inside.removesuffix(".weight"), None, exclude)]
-    found = {name: pattern_or_obstacle(read_tensor(headers, name), tied=False, bits=16)[0] for name in selected}
-    return [name for name, pattern in found.items() if isinstance(pattern, NMPattern)]
+    return [name for name in selected if pattern_of(name, read_tensor(headers, name))]
 
 
 def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, tuple[str, Form]]:

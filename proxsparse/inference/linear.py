@@ -4,18 +4,15 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.ops import pack_nm, quantize_nm, sparse_linear
-from proxsparse.ops.registry import AUTO, get_kernel
-from proxsparse.ops.sparse_linear import as_rows, check_sparse_linear, dense_weight, direct
+from proxsparse.ops.registry import AUTO, Kernel, get_kernel
+from proxsparse.ops.sparse_linear import dense_weight, direct
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference.pack import check_packed
 from proxsparse.reference.quantize import CODES, packed_shapes
-from proxsparse.reference.windows import expand, expanded_features
+from proxsparse.reference.windows import expanded_features
 
 BITS = (16, *CODES)  # 16: the dtype of the layer, whatever its size
 MANY_ROWS = 64  # a typical number of rows for backends with `prepare`
-# Device types without autocast, for which torch.is_autocast_enabled raises. Computed at import, because Dynamo of torch
-# 2.11 cannot trace is_autocast_available. All other device types have autocast, also a renamed PrivateUse1 ("npu").
-NO_AUTOCAST = frozenset(kind for kind in ("meta", "lazy", "vulkan") if not torch.amp.is_autocast_available(kind))
 
 
 def autocast_to(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None:
@@ -87,22 +84,15 @@ class SparseLinear(nn.Module):
     ) -> "SparseLinear":
         """Packs an nn.Linear, on its device, and rounds it to `bits`. Raises ValueError if it has another pattern."""
         sizes = linear.in_features, linear.out_features
-        layer = cls(*sizes, False, "meta", linear.weight.dtype, backend, pattern=pattern)
+        layer = cls(*sizes, False, "meta", linear.weight.dtype, backend, bits, pattern)
         values, layer.indices = pack_nm(linear.weight.detach(), layer.pattern)
-        layer.values, layer.weight = frozen(values), empty_weight(values)
+        layer.weight = empty_weight(values)
+        if bits in CODES:
+            values, scales = quantize_nm(values, bits)
+            layer.scales = frozen(scales)
+        layer.values = frozen(values)
         layer.bias = None if linear.bias is None else frozen(linear.bias.detach().clone())
-        return layer.train(linear.training).quantized(bits)
-
-    def quantized(self, bits: int) -> "SparseLinear":
-        """This layer, of 16 bits, with `bits`, see `quantize_nm`; it shares the tensors that stay the same."""
-        if bits == 16:
-            return self
-        codes, scales = quantize_nm(self.values, bits)
-        sizes = self.in_features, self.out_features
-        layer = SparseLinear(*sizes, False, "meta", self.values.dtype, self.backend, bits, self.pattern)
-        layer.values, layer.scales = frozen(codes), frozen(scales)
-        layer.indices, layer.weight, layer.bias = self.indices, self.weight, self.bias
-        return layer.train(self.training)
+        return layer.train(linear.training)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,15 +110,15 @@ class SparseLinear(nn.Module):
             if y is not None:
                 return y
         device = x.device.type
-        if device not in NO_AUTOCAST and torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):  # it raises for "meta"
             dtype = torch.get_autocast_dtype(device)
             values = autocast_to(dtype, values) if scales is None else values
             x, scales, bias = (autocast_to(dtype, tensor) for tensor in (x, scales, bias))
-        prepared = self.prepared_weight(x, values)
+        prepared = self.prepared_weight(values)
         return sparse_linear(x, values, indices, bias, prepared, self.backend, scales, self.pattern)
 
-    def prepared_weight(self, x: Tensor, values: Tensor) -> Tensor | None:
-        """What `prepare` of the backend returns; None if it has none, computes it in the call, or refuses the call.
+    def prepared_weight(self, values: Tensor) -> Tensor | None:
+        """What `prepare` of the backend returns; None if it has none, computes it in the call, or refuses the layer.
 
         Computed once for each dtype of `values`, but not in a capture: that memory would belong to the graph.
         """
@@ -136,10 +126,7 @@ class SparseLinear(nn.Module):
             return self.prepared[2]
         if self.backend == AUTO or (kernel := get_kernel("sparse_linear", self.backend)).prepare is None:
             return None
-        if torch.compiler.is_compiling() or is_capturing(values):
-            return None
-        check_sparse_linear(x, values, self.indices, None, self.scales, self.pattern.m)
-        if kernel.supports(expand(as_rows(x), self.pattern.m), values, self.scales):
+        if torch.compiler.is_compiling() or is_capturing(values) or self.unsupported(kernel, values):
             return None
         self.prepared = self.backend, values.dtype, kernel.prepare(values.detach(), self.indices)
         return self.prepared[2]
@@ -151,24 +138,23 @@ class SparseLinear(nn.Module):
         more per weight and saves a kernel in each call with many rows.
 
         Raises:
-            ValueError: the backend prepares nothing, or the layer has another backend.
+            ValueError: the backend prepares nothing.
             RuntimeError: the backend does not support this weight, or a CUDA graph is being captured.
         """
         kernel, values = get_kernel("sparse_linear", backend), self.values
         if kernel.prepare is None:
             raise ValueError(f"prepare_: backend {backend!r} reads the packed format; no prepare_ is needed")
-        if self.backend not in (backend, AUTO):
-            raise ValueError(
-                f"prepare_: a layer with backend={self.backend!r} never calls {backend!r}; create it with "
-                f"backend={backend!r}"
-            )
-        x = values.new_empty(1, 1).expand(MANY_ROWS, expanded_features(self.in_features, self.pattern.m))
-        if reason := kernel.supports(x, values, self.scales):
+        if reason := self.unsupported(kernel, values):
             raise RuntimeError(f"prepare_: backend {backend!r} does not support this layer: {reason}")
         if is_capturing(values):
             raise RuntimeError("prepare_: a CUDA graph is being captured; call prepare_ before the capture")
         self.prepared = self.backend, values.dtype, kernel.prepare(values.detach(), self.indices)
         return self
+
+    def unsupported(self, kernel: Kernel, values: Tensor) -> str | None:
+        """Why the kernel does not support this layer, for x with many rows; None if it does."""
+        x = values.new_empty(1, 1).expand(MANY_ROWS, expanded_features(self.in_features, self.pattern.m))
+        return kernel.supports(x, values, self.scales)
 
     def dense_weight(self) -> Tensor:
         """The unpacked weight, [out_features, in_features], in the dtype of the layer.
@@ -191,14 +177,6 @@ class SparseLinear(nn.Module):
     def __getstate__(self) -> dict:
         return {**self.__dict__, "prepared": None}
 
-    def check_bits_of(self, values: Tensor, scales: Tensor | None) -> None:
-        """Raises ValueError for a state with other bits, which copying would convert to wrong weights."""
-        both_float = values.is_floating_point() and self.values.is_floating_point()
-        if values.dtype != self.values.dtype and not both_float:
-            raise ValueError(f"values are {values.dtype}, but a layer with {self.bits} bits needs {self.values.dtype}")
-        if (scales is None) != (self.scales is None):
-            raise ValueError(f"scales are {'missing' if scales is None else 'not expected'} with {self.bits} bits")
-
     def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *arguments) -> None:
         """Loads the state. If it is damaged, load_state_dict raises an error with the name of the layer."""
         self.prepared = None
@@ -208,7 +186,10 @@ class SparseLinear(nn.Module):
         given = any(prefix + name in state for name in parts)
         if given and not indices.is_meta and not values.is_meta:
             try:
-                self.check_bits_of(values, scales)
+                both_float = values.is_floating_point() and self.values.is_floating_point()
+                if values.dtype != self.values.dtype and not both_float:  # copying would convert it to wrong weights
+                    needed = f"a layer with {self.bits} bits needs {self.values.dtype}"
+                    raise ValueError(f"values are {values.dtype}, but {needed}")
                 check_packed(values, indices, scales=scales)
             except ValueError as error:
                 errors.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")

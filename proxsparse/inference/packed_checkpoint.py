@@ -37,8 +37,7 @@ PARTS = ("values", "indices", "scales")
 NOTE = """
 <!-- proxsparse.pack -->
 The pruned layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrained` loads it where proxsparse is
-installed ({install}).
-`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint{detail}.
+installed ({}). `proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` makes a dense checkpoint.
 <!-- /proxsparse.pack -->
 """
 ROUNDED = """
@@ -46,8 +45,6 @@ ROUNDED = """
 The kept weights of the layers that were packed were rounded to {} bits. A perplexity above is that of the model before.
 <!-- /proxsparse.rounded -->
 """
-EXACT = """, bit for bit
-(except that a -0.0 may become +0.0; with 16 bits only in a pruned place, where checkpoints of proxsparse have none)"""
 DTYPES = {16: SAFETENSORS_FLOATS, 8: ("I8",), 4: ("U8",)}  # of the values, by bits
 UNCHANGED = re.compile(rb"(The kept weights\s+are)\s+the pretrained ones, unchanged")  # as in `run.model_card`
 ANY_NOTE = re.compile(rb"\n<!-- proxsparse\.pack -->.*?<!-- /proxsparse\.pack -->\n", re.DOTALL)
@@ -132,8 +129,7 @@ def annotate(card: Path, bits: Collection[int], packed: bool) -> None:
     if rounded and (note := ROUNDED.format(rounded).encode()) not in text:
         text = UNCHANGED.sub(rb"\1 the pretrained ones, rounded", text) + note
     if packed:
-        detail = f",\nwith the weights rounded to {rounded} bits" if rounded else EXACT
-        text += NOTE.format(detail=detail, install=FROM_CLONE.format(".")).encode()
+        text += NOTE.format(FROM_CLONE.format(".")).encode()
     card.unlink(missing_ok=True)
     if text:
         card.write_bytes(text)

@@ -7,56 +7,37 @@ Source of the adapters: Hu et al. 2021, arXiv 2106.09685.
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from proxsparse.errors import InputError
 from proxsparse.inference.linear import SparseLinear
 
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
 SUPPORTED_INIT = (True, False, "gaussian", "orthogonal")  # the others compute A and B from a dense W
 
 
-def register_lora(config: "LoraConfig") -> "LoraConfig":
-    """Lets peft put the adapters of this config around packed layers (`SparseLinear`), and returns the config.
-
-    peft does not save the registration: register the config again when an adapter is loaded. Layers that are not packed
-    get the adapters of peft. Afterwards peft's functions raise ValueError for what needs the dense weight: variants
-    such as DoRA, initializations such as PiSSA, and merging (`merge_and_unload`, `merge_adapter`).
-
-    Args:
-        config: of peft. Its `target_modules` name layers, or are "all-linear", which includes the packed layers.
-    """
-    config._register_custom_module({SparseLinear: lora_sparse_linear()})
-    return config
-
-
 def extend_peft() -> None:
-    """Adds to peft: the packed layers of "all-linear", and what to call where a config was not registered."""
+    """Lets LoRA of peft put adapters around packed layers (`SparseLinear`); "all-linear" includes them.
+
+    What needs the dense weight raises ValueError: variants such as DoRA, initializations such as PiSSA, and merging
+    (`merge_and_unload`, `merge_adapter`).
+    """
     from peft.tuners import tuners_utils
+    from peft.tuners.lora.config import LoraConfig
     from peft.tuners.lora.model import LoraModel
 
     create, include = LoraModel._create_new_module, tuners_utils._maybe_include_all_linear_layers
 
     @functools.wraps(create)
-    def create_or_explain(config, adapter_name: str, target: nn.Module, *arguments, **keywords) -> nn.Module:
-        if isinstance(target, SparseLinear) and not is_registered(config):
-            raise ValueError(
-                "packed layers need a config that is registered: from proxsparse.integrations.peft_lora import "
-                "register_lora, then get_peft_model(model, register_lora(config)), or for a saved adapter "
-                "PeftModel.from_pretrained(model, folder, config=register_lora(LoraConfig.from_pretrained(folder)))"
-            )
-        return create(config, adapter_name, target, *arguments, **keywords)
+    def create_also_packed(config: LoraConfig, *arguments, **keywords) -> nn.Module:
+        config._register_custom_module({SparseLinear: lora_sparse_linear()})
+        return create(config, *arguments, **keywords)
 
     @functools.wraps(include)
     def include_packed(config, model: nn.Module):
         asked = getattr(config, "target_modules", None)
-        every = isinstance(asked, str) and asked.lower() == "all-linear"
         config = include(config, model)
-        if every and is_registered(config):
+        if isinstance(config, LoraConfig) and isinstance(asked, str) and asked.lower() == "all-linear":
             head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
             inside = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, tuners_utils.BaseTunerLayer))
             config.target_modules |= {
@@ -66,12 +47,8 @@ def extend_peft() -> None:
             }
         return config
 
-    LoraModel._create_new_module = staticmethod(create_or_explain)
+    LoraModel._create_new_module = staticmethod(create_also_packed)
     tuners_utils._maybe_include_all_linear_layers = include_packed
-
-
-def is_registered(config) -> bool:
-    return SparseLinear in (getattr(config, "_custom_modules", None) or {})
 
 
 def add_adapter_(model: nn.Module, folder: Path) -> None:
@@ -85,7 +62,7 @@ def add_adapter_(model: nn.Module, folder: Path) -> None:
         config = peft.PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, peft.LoraConfig):
             raise ValueError(f"{config.peft_type.value} is not LoRA")
-        peft.PeftModel.from_pretrained(model, str(folder), config=register_lora(config))
+        peft.PeftModel.from_pretrained(model, str(folder), config=config)
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
         raise InputError(f"adapter {str(folder)!r}: {error}; give a LoRA adapter of this model") from error
 

@@ -17,6 +17,7 @@ from proxsparse.models.checks import context_length
 REQUESTS = 8  # at a time. torch's attention on a CPU computes all queries times the cached tokens of all requests
 BATCH_TOKENS = 256  # in one pass. A longer prompt takes several, in which the answers to others go on
 PAGE_TOKENS = 32  # of the cache
+COLDEST = 1e-6  # the scores are divided by the temperature, in fp32; a lower one means greedy
 
 
 class Batches(CBGenerateManager):
@@ -70,28 +71,24 @@ class Batches(CBGenerateManager):
         if self._cb is not None:
             self._cb.stop(timeout=5, hard_stop=True)
 
-    def room(self, model) -> int:
-        """The largest number of tokens of a prompt and its answer."""
-        return min(context_length(model), self.cache_tokens)
+    def request(self, model, processor, inputs, gen_config) -> "Request":
+        """The request, which ends its answer at the last position.
 
-    def check(self, model, tokens: list[int]) -> None:
-        """Raises ValueError if a prompt is empty, leaves no room for an answer, or has a token without an embedding."""
-        known, room = model.get_input_embeddings().num_embeddings, self.room(model)
+        Raises ValueError if the prompt is empty, leaves no room for an answer, or has a token without an embedding.
+        """
+        tokens, known = inputs["input_ids"], model.get_input_embeddings().num_embeddings
+        positions = context_length(model)
+        room = min(positions, self.cache_tokens)  # for the prompt and its answer
         if not tokens:
             raise ValueError("the prompt is empty")
         if len(tokens) >= room:
-            words = f"the server has room for {room}; raise --cache_tokens"
-            if room == context_length(model):
-                words = f"the model has {room} positions; shorten it"
+            words = f"the model has {room} positions; shorten it"
+            if room < positions:
+                words = f"the server has room for {room}; raise --cache_tokens"
             raise ValueError(f"the prompt has {len(tokens)} tokens, but {words}")
         if max(tokens) >= known:  # would end the thread, and with it all requests
             raise ValueError(f"the tokenizer gives token {max(tokens)}, but the model has only {known} embeddings")
-
-    def request(self, model, processor, inputs, gen_config) -> "Request":
-        """The request. Ends its answer at the last position. Raises ValueError if it cannot be answered."""
-        tokens = inputs["input_ids"]
-        self.check(model, tokens)
-        room = self.room(model) - len(tokens)
+        room -= len(tokens)
         gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
         return Request(model, processor, tokens, gen_config)
 
@@ -107,7 +104,7 @@ class Request(str):
 
     def __init__(self, model, tokenizer, prompt, gen_config):
         if gen_config.temperature is not None:
-            gen_config.do_sample = gen_config.temperature != 0
+            gen_config.do_sample = gen_config.temperature >= COLDEST
         if not gen_config.do_sample:
             gen_config.temperature = gen_config.top_p = gen_config.top_k = None
         stop = gen_config.stop_strings or []

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -33,7 +33,7 @@ ROUTES = {  # all that is served; what else transformers has, now or later, is c
     ("GET", "/v1/models"),
     ("GET", "/health"),
 }
-MIN_BODY_BYTES = 2**20  # a limit below would save less than a second of tokenizing
+MAX_BODY_BYTES = 2**22  # which takes seconds to tokenize; a million tokens of English text
 
 
 class PackedServer(Serve):
@@ -84,10 +84,7 @@ class PackedServer(Serve):
             app.add_exception_handler(kind, bad_request)
         if self.origins:
             app.add_middleware(CORSMiddleware, allow_origins=self.origins, allow_methods="*", allow_headers="*")
-        room = self.batches.room(self.model)
-        longest = max(len(token.encode()) for token in self.tokenizer.get_vocab())
-        limit = max(MIN_BODY_BYTES, room * longest)
-        app.add_middleware(Guard, host=self.server.config.host, origins=self.origins, body_bytes=limit, tokens=room)
+        app.middleware("http")(Guard(self.server.config.host, self.origins))
         super().start_server()
 
     async def answer(self, handle_request, body: dict, request_id: str):
@@ -129,42 +126,28 @@ class Guard:
     server that listens on a loopback address Host too. Programs other than browsers send no Origin.
     """
 
-    def __init__(self, app, host: str, origins: list[str], body_bytes: int, tokens: int):
-        self.app, self.origins, self.body_bytes, self.tokens = app, origins, body_bytes, tokens
-        self.names, self.allowed = {"localhost", host.lower()}, {host_name(origin) for origin in origins}
+    def __init__(self, host: str, origins: list[str]):
+        self.names, self.origins = {"localhost", host.lower()}, origins
+        self.allowed = {host_name(origin) for origin in origins}
         self.is_local = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
 
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        if refusal := self.refusal(Headers(scope=scope)):
-            await error_response(403, refusal)(scope, receive, send)
-            return
-        parts, size, more = [], 0, True
-        while more:
-            parts.append(await receive())
-            size, more = size + len(parts[-1].get("body", b"")), parts[-1].get("more_body", False)
-            if size > self.body_bytes:
-                words = f"the request has more than {self.body_bytes} bytes, but this server has room for"
-                refusal = f"{words} {self.tokens} tokens; shorten the prompt"
-                await error_response(413, refusal)(scope, receive, send)
-                return
+    async def __call__(self, request: Request, call_next) -> Response:
+        if refusal := self.refusal(request.headers):
+            return error_response(*refusal)
+        return await call_next(request)
 
-        async def receive_again():
-            return parts.pop(0) if parts else await receive()
-
-        await self.app(scope, receive_again, send)
-
-    def refusal(self, headers: Headers) -> str | None:
-        """Why a request with these headers is refused; None if it is not."""
-        for host in headers.getlist("host") or [""]:
-            name = host_name(f"//{host}")
-            if self.is_local and not self.is_this_host(name) and name not in self.allowed:
-                return f"Host {host!r} is not this server; allow it with --allow_origin http://{host}"
-        for origin in headers.getlist("origin"):
-            if origin not in self.origins and not self.is_this_host(host_name(origin)):
-                return f"pages of {origin!r} may not send requests; allow them with --allow_origin {origin}"
+    def refusal(self, headers: Headers) -> tuple[int, str] | None:
+        """The status and the reason if a request with these headers is refused; None if it is not."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        name = host_name(f"//{host}")
+        if self.is_local and not self.is_this_host(name) and name not in self.allowed:
+            return 403, f"Host {host!r} is not this server; allow it with --allow_origin http://{host}"
+        if origin is not None and origin not in self.origins and not self.is_this_host(host_name(origin)):
+            return 403, f"pages of {origin!r} may not send requests; allow them with --allow_origin {origin}"
+        if "transfer-encoding" in headers:
+            return 411, "the request has no Content-Length; send the body in one piece"
+        if int(headers.get("content-length", 0)) > MAX_BODY_BYTES:
+            return 413, f"the request has more than {MAX_BODY_BYTES} bytes; shorten the prompt"
         return None
 
     def is_this_host(self, name: str) -> bool:

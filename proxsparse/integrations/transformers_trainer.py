@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from proxsparse.io.mask_files import is_mask_file, save_masks
 from proxsparse.optim import ProxOptimizer, hold_masks_
@@ -55,18 +55,10 @@ class ProxTrainerMixin:
             directory is another file; a learned weight is not finite.
     """
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        order = cls.__mro__
-        if Trainer in order and order.index(Trainer) < order.index(ProxTrainerMixin):
-            remedy = f"write class {cls.__name__}(ProxTrainerMixin, ...)"
-            raise TypeError(f"class {cls.__name__}: Trainer comes before the mixin, which has no effect then; {remedy}")
-
     def __init__(self, *args, reg_lambda: float, pattern: PatternLike = "2:4", **kwargs):
         self.reg_lambda, self.pattern = reg_lambda, NMPattern.parse(pattern)
         self.masks: dict[str, Tensor] = {}
-        self.prunes: dict[int, bool] = {}  # number of a param group -> whether its reg_lambda was not 0 at any time
-        self.prunes_of: torch.optim.Optimizer | None = None  # whose param groups these are
+        self.pruned_groups: list[int] = []  # numbers of the param groups whose reg_lambda is not 0 at the start
         super().__init__(*args, **kwargs)
         refuse_cut_blocks(self)
 
@@ -77,8 +69,9 @@ class ProxTrainerMixin:
             of_transformers = hasattr(getattr(model, "config", None), "get_text_config")
             model = model if of_transformers else None
             self.optimizer = ProxOptimizer(base, self.reg_lambda, self.pattern, model=model)
-        if self.prunes_of is not self.optimizer:  # not the second call of `train`
-            self.prunes, self.prunes_of = {}, self.optimizer
+        if not self.pruned_groups:  # else `train` is called a second time
+            groups = enumerate(self.optimizer.param_groups)
+            self.pruned_groups = [number for number, group in groups if group["reg_lambda"] != 0]
         weights = [weight for weight, _ in self.pruned()]
         if not weights:
             raise ValueError("reg_lambda=0 in all param groups: no layer is pruned; start with reg_lambda > 0")
@@ -114,12 +107,11 @@ class ProxTrainerMixin:
         return output
 
     def pruned(self) -> Iterator[tuple[Tensor, NMPattern]]:
-        """Every pruned parameter and its pattern, also of groups whose reg_lambda has become 0; called at each log."""
-        for number, group in enumerate(self.optimizer.param_groups):
-            self.prunes[number] = self.prunes.get(number, False) or group["reg_lambda"] != 0
-            if self.prunes[number]:
-                for weight in pruned_parameters(group | {"reg_lambda": 1.0}):
-                    yield weight, NMPattern.parse(group["pattern"])
+        """Every pruned parameter and its pattern, also of groups whose reg_lambda has become 0."""
+        for number in self.pruned_groups:
+            group = self.optimizer.param_groups[number]
+            for weight in pruned_parameters(group | {"reg_lambda": 1.0}):
+                yield weight, NMPattern.parse(group["pattern"])
 
     def learned(self) -> dict[str, LearnableLayer]:
         """Layer name -> LearnableLayer, for every parameter that the optimizer has pruned."""

@@ -64,21 +64,16 @@ class PackedConfig(QuantizationConfig):
     def form_of(self, prefix: str) -> Form | None:
         """How the layer `prefix` of vLLM is packed, with all its parts if it is fused; None if it is dense.
 
-        Raises ValueError if some parts are packed and others dense, or if their bits or patterns differ.
+        Raises ValueError if the parts differ.
         """
         parent, _, name = prefix.rpartition(".")
         parts = [f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(name, [name])]
-        packed = {part: self.layers[part] for part in parts if part in self.layers}
-        if dense := [part for part in parts if packed and part not in packed]:
+        part_forms = [self.layers.get(part) for part in parts]
+        if len(set(part_forms)) > 1:
+            kinds = [f"{form.pattern} with {form.bits} bits" if form else "dense" for form in part_forms]
+            listed = ", ".join(f"{part} is {kind}" for part, kind in zip(parts, kinds, strict=True))
             raise ValueError(
-                f"{prefix}: vLLM fuses {', '.join(parts)} into one layer, but {', '.join(dense)} "
-                f"{'is' if len(dense) == 1 else 'are'} dense; pack all of them or none (proxsparse pack --exclude, in "
-                "Python sparsify_(model, exclude=...))"
+                f"{prefix}: vLLM fuses its parts into one layer, but {listed}; prune and pack all of them alike, or "
+                "none (proxsparse pack --exclude, in Python sparsify_(model, exclude=...))"
             )
-        if len(set(packed.values())) > 1:
-            raise ValueError(
-                f"{prefix}: vLLM fuses {', '.join(parts)} into one layer, but they have "
-                f"{', '.join(f'{form.pattern} with {form.bits} bits' for form in packed.values())}; prune them to one "
-                "pattern and pack them with the same bits"
-            )
-        return next(iter(packed.values()), None)
+        return part_forms[0]

@@ -32,12 +32,10 @@ def launched_world_size() -> int:
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
         return 1
-    missing = [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]
-    if missing or not size.isdecimal():
-        reason = f"not set: {', '.join(missing)}" if missing else "not a number"
+    if missing := [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]:
         raise InputError(
-            f"WORLD_SIZE={size} in the environment is not from torchrun ({reason}); start several processes with "
-            "torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE={size} in the environment is not from torchrun (not set: {', '.join(missing)}); start several "
+            "processes with torchrun, or unset WORLD_SIZE"
         )
     return int(size)
 

@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import ModuleType
 from typing import TypeVar
+from unittest import mock
 
 T = TypeVar("T")
 TERMINAL_INTERVAL_S, FILE_INTERVAL_S = 0.2, 30.0
@@ -64,14 +65,20 @@ class Phase:
     @contextmanager
     def instead_of_tqdm(self, *modules: ModuleType) -> Iterator[None]:
         """Within the block `tqdm` bars in these modules of other libraries count in this phase instead."""
-        before = [(module, getattr(module, "tqdm", None)) for module in modules]
-        try:
+
+        def bar(items: Iterable | None = None, total: int | None = None, **_settings):
+            self.begin(total)
+            return self if items is None else self.count(items)
+
+        with ExitStack() as replaced:
             for module in modules:
-                module.tqdm = lambda items=None, total=None, **_settings: _Bar(self, items, total)
+                replaced.enter_context(mock.patch.object(module, "tqdm", bar, create=True))
             yield
-        finally:
-            for module, tqdm in before:
-                module.tqdm = tqdm
+
+    update = step  # of tqdm
+
+    def close(self) -> None:
+        """Does nothing: the bar of a library ends, and the phase continues."""
 
     def bar(self, columns: int) -> str:
         """The state as a line of tqdm, `columns` wide; 0 gives the text without the bar."""
@@ -80,11 +87,8 @@ class Phase:
         elapsed = time.monotonic() - self.counted_from
         if not self.total and not self.done:
             return f"{self.name}: {tqdm.format_interval(elapsed)}"[: columns or None]
-        ascii_only = not (sys.stderr.encoding or "").lower().startswith("utf")
-        return tqdm.format_meter(
-            self.done, self.total, elapsed, columns, self.name, ascii_only, self.unit, initial=self.first,
-            postfix=self.note,
-        )  # fmt: skip
+        more = {"unit": self.unit, "initial": self.first, "postfix": self.note}
+        return tqdm.format_meter(self.done, self.total, elapsed, columns, self.name, **more)
 
     def summary(self) -> str:
         """The line at the end: name, result, steps and time."""
@@ -94,20 +98,6 @@ class Phase:
             of_total = "" if self.total in (None, self.done) else f" of {self.total:,}"
             how_long = f"{self.done:,}{of_total} {self.unit}{'s' * ((self.total or self.done) != 1)}, {how_long}"
         return f"{self.name}: {self.result or 'done'} ({how_long})"
-
-
-class _Bar:
-    """Replaces a tqdm bar of another library; counts in a phase."""
-
-    def __init__(self, current: Phase, items: Iterable | None, total: int | None):
-        self.current, self.items, self.update = current, items, current.step
-        current.begin(total)
-
-    def __iter__(self) -> Iterator:
-        return self.current.count(self.items)
-
-    def close(self) -> None:
-        """Does nothing: the phase continues."""
 
 
 @contextmanager

@@ -137,12 +137,9 @@ def gather_masks(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[s
 
     `masks` are the rows of this process; `weights` are the parameters, which may be sharded, by layer name too.
     """
-    from proxsparse.io.mask_files import pack_mask, unpack_mask  # needs NumPy, which proxsparse does not require
-
     found = {}
     for name, mask in masks.items():
-        if world_size() > 1:  # as bits
-            packed = gather_rows(pack_mask(mask), weights[name])
-            mask = unpack_mask(packed, weights[name].shape[-1]) if is_rank_zero() else None
-        found[name] = mask
-    return found if is_rank_zero() else {}
+        whole = gather_rows(mask, weights[name])
+        if is_rank_zero():
+            found[name] = whole.cpu()
+    return found

@@ -111,7 +111,6 @@ def test_a_warning_is_one_line(capsys):
     ("size", "more", "words"),
     [
         ("2", {}, "(not set: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); start several processes"),
-        ("two", dict.fromkeys(distributed.SET_BY_TORCHRUN, "0"), "(not a number); start several processes"),
     ],
 )
 def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, monkeypatch, capsys):

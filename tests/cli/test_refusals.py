@@ -167,9 +167,9 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("pack pruned --include (", "regular expression"),
     (
         "pack pruned --exclude proj",
-        "nothing to pack .. include=None, exclude=['proj'] .. (if they are pruned, select others)",
+        "nothing to pack .. include=None, exclude=['proj'] .. proxsparse prune",
     ),
-    ("pack pruned --include lm_head", "lm_head .. blocks are not 2:4"),
+    ("pack pruned --include lm_head", "lm_head .. its weight is not 2:4 or"),
     ("pack dense", "nothing to pack .. proxsparse prune"),
     ("pack cut-pruned", "model.safetensors .. truncated"),
     ("pack no-weights", "model.safetensors is missing"),

@@ -99,7 +99,7 @@ def test_settings_of_a_request(server, expected):
     [
         ({"prompt": "x" * POSITIONS}, "the prompt has 128 tokens, but the model has 128 positions"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"max_tokens": 0}, "max_tokens must be an integer, at least 1, not 0"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, not 0"),
         ({"extra_body": {"colour": "red"}}, "colour"),
     ],
 )
@@ -151,7 +151,7 @@ def test_an_answer_fits_into_the_cache():
         (5, 260): "the tokenizer gives token 260, but the model has only 260 embeddings",
     }.items():
         with pytest.raises(ValueError, match=words):
-            batches.check(model, list(tokens))
+            batches.request(model, None, {"input_ids": list(tokens)}, settings)
 
 
 def test_a_thread_that_an_error_has_ended_is_started_again():

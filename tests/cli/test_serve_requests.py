@@ -1,7 +1,5 @@
 """Odd and hostile requests to `proxsparse serve`: same ids, closed routes, foreign pages, long prompts, values."""
 
-import asyncio
-import itertools
 import os
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -113,39 +111,22 @@ def test_an_allowed_page_may_ask_before_it_sends(server):
 
 
 def test_a_server_for_other_machines_has_any_name():
-    guard = transformers_server.Guard(None, host="0.0.0.0", origins=[], body_bytes=0, tokens=0)
+    guard = transformers_server.Guard(host="0.0.0.0", origins=[])
     for host in ("gpu3", "gpu3.lab.example:8000", "192.168.1.5:8000"):
         assert guard.refusal(Headers({"host": host})) is None
-        assert "not send" in guard.refusal(Headers({"host": host, "origin": "http://evil.example"}))
+        assert "not send" in guard.refusal(Headers({"host": host, "origin": "http://evil.example"}))[1]
 
 
 def test_a_body_that_is_too_long_is_not_read(server):
     body = b'{"prompt": "' + b"x" * 2**23 + b'"}'
-    for data in (body, iter([body[: 2**22], body[2**22 :]])):
+    for data, status, words in (body, 413, "more than 4194304 bytes"), (iter([body]), 411, "no Content-Length"):
         code, answer, _ = send(server, "POST", "/v1/completions", data)
-        assert (code, "more than 1048576 bytes" in answer["error"]["message"]) == (413, True), answer
-
-
-def test_an_endless_body_is_read_up_to_the_limit():
-    guard = transformers_server.Guard(None, host="127.0.0.1", origins=[], body_bytes=100, tokens=1)  # no app to call
-    parts, sent = itertools.count(1), []
-
-    async def receive():
-        next(parts)
-        return {"type": "http.request", "body": b"x" * 30, "more_body": True}
-
-    async def send_message(message):
-        sent.append(message)
-
-    scope = {"type": "http", "headers": [(b"host", b"127.0.0.1")]}
-    asyncio.run(guard(scope, receive, send_message))
-    assert sent[0]["status"] == 413
-    assert next(parts) == 5  # four parts of 30 bytes were read
+        assert (code, words in answer["error"]["message"]) == (status, True), answer
 
 
 NUMBERS = ["x", [1], {}, True, float("nan"), float("inf"), -1e300, 1e300, -(10**400), 10**400]
 OTHERS = {  # of all routes that have the field
-    "temperature": [1e-300, -1, 101],
+    "temperature": [-1, 101],
     "top_p": [-0.1, 1.1],
     "frequency_penalty": [-1, 3],
     "seed": [1.5, 2**64],
@@ -177,7 +158,7 @@ def numeric_fields(handler) -> set[str]:
 def test_wrong_values_are_refused_with_the_name_of_the_field(path, handler, needed, server):
     known = handler._valid_params_class.__mutable_keys__
     numeric = numeric_fields(handler)
-    assert {"temperature", "top_p", "seed"} <= numeric <= transformers_requests.FIELDS.keys()
+    assert {"temperature", "top_p", "seed"} <= numeric <= transformers_requests.Fields.model_fields.keys()
     for name in sorted((numeric | OTHERS.keys()) & known):
         numbers = [value for value in NUMBERS if value is not True or name != "logprobs"] if name in numeric else []
         if name.startswith("max_"):
@@ -193,7 +174,7 @@ def test_wrong_values_are_refused_with_the_name_of_the_field(path, handler, need
 
 
 def test_right_values_are_accepted(server):
-    chat = {"logit_bias": {"65": 100}, "stop": ["x", "y"], "seed": -1, "temperature": 1e-6, "top_p": 0, "n": 1}
+    chat = {"logit_bias": {"65": 100}, "stop": ["x", "y"], "seed": -1, "temperature": 1e-300, "top_p": 0, "n": 1}
     chat |= {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}
     chat |= {"chat_template_kwargs": {"colour": "red"}, "tools": []}
     code, answer, _ = send(server, "POST", "/v1/chat/completions", chat)

@@ -7,7 +7,6 @@ from tiny_models import PADDED, tiny_model
 
 import proxsparse
 from proxsparse import SparseLinear
-from proxsparse.integrations.peft_lora import register_lora
 
 pytest.importorskip("peft")
 import peft
@@ -17,7 +16,7 @@ TARGETS = ["q_proj", "down_proj", "lm_head"]  # two packed layers of each block,
 
 
 def lora(**settings) -> peft.LoraConfig:
-    return register_lora(peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **settings}))
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **settings})
 
 
 def load(folder):
@@ -53,8 +52,7 @@ def test_it_trains_as_on_the_dense_model_and_loads_on_the_packed_one(settings, f
     torch.testing.assert_close(losses, its_losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits(packed), logits(dense), rtol=1e-3, atol=1e-3)
     packed.save_pretrained(tmp_path)
-    config = register_lora(peft.LoraConfig.from_pretrained(tmp_path))
-    again = peft.PeftModel.from_pretrained(load(folders[1]), tmp_path, config=config)
+    again = peft.PeftModel.from_pretrained(load(folders[1]), tmp_path)
     torch.testing.assert_close(logits(again), logits(packed))
     inner = again.get_base_model().model.layers[0].self_attn.q_proj.base_layer
     assert isinstance(inner, SparseLinear)
@@ -64,18 +62,13 @@ def test_it_trains_as_on_the_dense_model_and_loads_on_the_packed_one(settings, f
         torch.testing.assert_close(logits(again), logits(load(folders[1])))
 
 
-def test_a_config_that_is_not_registered_is_refused_with_what_to_call(folders, tmp_path):
-    config = peft.LoraConfig(r=4, target_modules=TARGETS)
+def test_every_way_to_load_an_adapter(folders, tmp_path):
     peft.get_peft_model(load(folders[1]), lora()).save_pretrained(tmp_path)
-    for unregistered in (
-        lambda: peft.get_peft_model(load(folders[1]), config),
-        lambda: peft.PeftModel.from_pretrained(load(folders[1]), tmp_path),
-        lambda: peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path),
-        lambda: load(folders[1]).load_adapter(tmp_path),
-        lambda: load(tmp_path),
-    ):
-        with pytest.raises(ValueError, match=r"register_lora\(LoraConfig\.from_pretrained\(folder\)\)"):
-            unregistered()
+    transformers_model = load(folders[1])
+    transformers_model.load_adapter(tmp_path)
+    for model in (peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path), load(tmp_path), transformers_model):
+        adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
+        assert sum(isinstance(module.base_layer, SparseLinear) for module in adapted) == 4
 
 
 @pytest.mark.parametrize("form", ["packed", "dense"])
@@ -84,7 +77,7 @@ def test_all_linear_means_packed_layers_too(form, folders):
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert len(adapted) == 14, "the seven layers of two blocks, without lm_head"
     again = peft.LoraConfig(r=2, target_modules="all-linear")
-    model.add_adapter("second", register_lora(again))
+    model.add_adapter("second", again)
     assert {name for name, module in model.named_modules() if hasattr(module, "lora_A")} == adapted
 
 

@@ -46,12 +46,6 @@ def make(folder, model=None, kind=MaskTrainer, ours=None, **settings):
 # ------------------------------------------------------------------------------------------- masks
 
 
-@pytest.mark.parametrize("kind", [transformers.Trainer, transformers.Seq2SeqTrainer])
-def test_a_mixin_after_the_trainer_is_refused(kind):
-    with pytest.raises(TypeError, match=r"the mixin, which has no effect then; write class T\(ProxTrainerMixin,"):
-        type("T", (kind, trainer_module.ProxTrainerMixin), {})
-
-
 def test_only_layers_of_decoder_blocks_are_pruned_and_groups_stay_as_trainer_made_them(tmp_path):
     model = tiny_model("llama")
     frozen = model.model.layers[0].mlp.down_proj.requires_grad_(False)

@@ -123,7 +123,7 @@ def test_a_missing_part_of_a_fused_layer_is_refused(tmp_path, start):
         (
             {"flags": ["--bits", "8"]},
             lambda entry: entry["bits"].update({"model.layers.1.self_attn.v_proj": 4}),
-            r"layers\.1\.self_attn\.qkv_proj: .* have 2:4 with 8 bits, 2:4 with 8 bits, 2:4 with 4 bits",
+            r"layers\.1\.self_attn\.qkv_proj: .*k_proj is 2:4 with 8 bits, .*v_proj is 2:4 with 4 bits",
         ),
         (
             {"flags": ["--exclude", "layers.1.mlp.up_proj"]},
