@@ -127,7 +127,7 @@ REFUSALS = {
     },
     "texts in a loader": (
         prunes("wanda", DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)),
-        "data: a dict with text, without input_ids",
+        "data: ['a', 'b'] is not text; a row is",
     ),
     "chat": (prunes("wanda", [{"text": [{"role": "user", "content": "a"}]}]), "'user'}] is not text; a row is"),
     **{

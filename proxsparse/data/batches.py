@@ -130,9 +130,6 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
         raise InputError(f"data: it is empty; {FORMS}") from None
     items = chain([first], items)
     has_text = isinstance(first, Mapping) and "input_ids" not in first and text_field in first
-    column = first[text_field] if has_text else None
-    if isinstance(column, list) and all(isinstance(each, str) for each in column):  # of a DataLoader of texts
-        return items, False
     if not (isinstance(first, str) or has_text):
         return items, False
     if tokenizer is None:
