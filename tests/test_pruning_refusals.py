@@ -130,18 +130,10 @@ REFUSALS = {
         "data: ['a', 'b'] is not text; a row is",
     ),
     "chat": (prunes("wanda", [{"text": [{"role": "user", "content": "a"}]}]), "'user'}] is not text; a row is"),
-    **{
-        f"positions of {what}": (
-            prunes("wanda", [{"input_ids": torch.stack(TOKENS[:2]), "position_ids": positions}], tokenizer=False),
-            "data: position_ids do not count the tokens of each sample from 0; leave them out",
-        )
-        for what, positions in {
-            "packed samples": torch.arange(16).repeat(2, 2),
-            "a cache": torch.arange(32) + 32,
-            "fewer tokens": torch.arange(31),
-            "more samples": torch.arange(32).repeat(3, 1),
-        }.items()
-    },
+    "positions": (
+        prunes("wanda", [{"input_ids": TOKENS[0], "position_ids": torch.arange(16).repeat(2)}], tokenizer=False),
+        "data: position_ids: the tokens of each sample are counted from 0; leave them out",
+    ),
     "one token": (prunes("proxsparse", [torch.tensor([5])]), "data: no sample has a token to predict"),
     "long tokens": (
         prunes("wanda", [torch.ones(200).long()]),
@@ -214,11 +206,13 @@ REFUSALS = {
         lambda m, t: proxsparse.apply_masks_(offloaded(m), {"a": HALF}),
         "model: has weights that are offloaded",
     ),
-    "mask of a tied layer": (
-        lambda m, t: proxsparse.apply_masks_(
-            tiny_model("llama", tie_word_embeddings=True), {"lm_head": torch.ones(260, 32).bool()}
-        ),
-        "masks: the weight of lm_head is also that of model.embed_tokens; leave its mask out",
+    "compiled in place": (
+        lambda m, t: proxsparse.perplexity(m.compile() or m, t, TEXTS),
+        "model: has modules that are compiled; call this function first",
+    ),
+    "compiled layers": (
+        lambda m, t: proxsparse.sparsify_(m.model.norm.compile() or m),
+        "model: has modules that are compiled; call this function first",
     ),
     "bytes as masks": (
         lambda m, t: proxsparse.apply_masks_(m, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2).byte()}),

@@ -14,10 +14,9 @@ from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
 from proxsparse.inference.packable import names_of_modules, packable_layers, pattern_or_obstacle
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
-from proxsparse.models.checks import require_module
+from proxsparse.models.checks import require_module, uncompiled
 from proxsparse.models.layers import is_selected, quant_method
 from proxsparse.models.matching import Match, keep_from_merging_, model_names
-from proxsparse.models.uncompiled import uncompiled
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern
@@ -59,13 +58,13 @@ def sparsify_(
     require_module(model)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
-    with uncompiled(model) as plain:
-        chosen = packable_layers(plain, lambda name: plain.get_submodule(name).weight, include, exclude, bits)
-        for names, pattern in chosen:
-            packed = SparseLinear.from_linear(plain.get_submodule(names[0]), backend, bits, pattern)
-            for name in names:
-                plain.set_submodule(name, packed)
-        declare_(plain)
+    plain = uncompiled(model)
+    chosen = packable_layers(plain, lambda name: plain.get_submodule(name).weight, include, exclude, bits)
+    for names, pattern in chosen:
+        packed = SparseLinear.from_linear(plain.get_submodule(names[0]), backend, bits, pattern)
+        for name in names:
+            plain.set_submodule(name, packed)
+    declare_(plain)
     return model
 
 
@@ -77,15 +76,15 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     +0.0 only).
     """
     require_module(model)
-    with uncompiled(model) as plain:
-        for names in names_of_modules(plain, SparseLinear):
-            packed = plain.get_submodule(names[0])
-            linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
-            linear.weight = nn.Parameter(packed.dense_weight())
-            linear.bias = None if packed.bias is None else nn.Parameter(packed.bias.detach())
-            for name in names:
-                plain.set_submodule(name, linear.train(packed.training))
-        declare_(plain)
+    plain = uncompiled(model)
+    for names in names_of_modules(plain, SparseLinear):
+        packed = plain.get_submodule(names[0])
+        linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(packed.dense_weight())
+        linear.bias = None if packed.bias is None else nn.Parameter(packed.bias.detach())
+        for name in names:
+            plain.set_submodule(name, linear.train(packed.training))
+    declare_(plain)
     return model
 
 

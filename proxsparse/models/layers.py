@@ -70,11 +70,6 @@ def body_weights(model: nn.Module) -> list[nn.Parameter]:
     return [stored_weight(name, layer) for name, layer in linears.items() if name not in dense]
 
 
-def body_sizes(model: nn.Module) -> dict[int, int]:
-    """id -> number of weights of every parameter in the decoder blocks that has two or more dimensions."""
-    return {id(p): p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1}
-
-
 def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Name -> every nn.ModuleList that is in no other one, in model order; only those with linear layers, if any.
 
@@ -208,7 +203,7 @@ def pruned_layers(layers: dict[str, nn.Linear], pattern: NMPattern) -> list[str]
 
 def dense_share(model: nn.Module, layers: dict[str, nn.Linear]) -> float:
     """The share of the decoder blocks' weights that are not in `layers`; norms and biases are not counted."""
-    sizes = body_sizes(model)
+    sizes = {id(p): p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1}
     return 1 - sum(sizes.get(id(layer.weight), 0) for layer in layers.values()) / sum(sizes.values())
 
 
@@ -218,13 +213,10 @@ def refuse_fused_weights(model: nn.Module, include: list[str] | None, exclude: l
     fused = {name: module for name, module in fused.items() if is_selected(name, include, exclude)}
     if fused:
         first, module = next(iter(fused.items()))
-        leaves = list(dict.fromkeys(f"{name.rpartition('.')[2]}$" for name in fused))
-        left = [module for name, module in body_modules(model).items() if is_selected(name, leaves, None)]
-        held = sum(p.numel() for each in left for p in each.parameters(recurse=False) if p.ndim > 1)
-        share = f"{100 * held / sum(body_sizes(model).values()):.3g}% of the weights of the decoder blocks"
+        leaves = dict.fromkeys(f"{name.rpartition('.')[2]}$" for name in fused)
         raise InputError(
             f"{first}: {type(module).__name__} has its matrices in one tensor of 3 dimensions instead of nn.Linear "
-            f"layers; leave them dense with --exclude {' '.join(leaves)} ({share})"
+            f"layers; leave them dense with --exclude {' '.join(leaves)}"
         )
 
 

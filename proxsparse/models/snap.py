@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import check_masks
-from proxsparse.models.checks import require_changeable
+from proxsparse.models.checks import require_changeable, uncompiled
 from proxsparse.models.layers import stored_weight
-from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.sharding import local
 
@@ -28,21 +27,15 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
     Raises:
-        InputError: no mask, one that is not bool, or a layer that the model does not have in this shape, whose weight
-            is computed from other parameters, or is that of an embedding too; no weight is then changed.
+        InputError: no mask, one that is not bool, or a layer that the model does not have in this shape, or whose
+            weight is computed from other parameters; no weight is then changed.
     """
     require_changeable(model)
     check_masks(masks)
-    with uncompiled(model) as model:
-        modules = dict(model.named_modules())
-        if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
-            modules = dict(unfold_linears_(model).named_modules())
-    others = {
-        id(weight): name
-        for name, module in modules.items()
-        if not isinstance(module, nn.Linear)
-        for weight in module._parameters.values()
-    }
+    model = uncompiled(model)
+    modules = dict(model.named_modules())
+    if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
+        modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
         layer, shape = modules.get(name), f"shape {list(mask.shape)}"
         is_linear = isinstance(layer, nn.Linear)
@@ -50,8 +43,6 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         if has != shape:
             what = f"layer {name} has {shape}, the model has {has}"
             raise InputError(f"masks of another model: {what}; give masks of this model")
-        if tied := others.get(id(layer.weight)):
-            raise InputError(f"masks: the weight of {name} is also that of {tied}; leave its mask out")
     for name, mask in masks.items():
         modules[name].weight.copy_(masked(modules[name].weight, mask))
 
