@@ -49,18 +49,12 @@ def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
     The matrices of adapters (peft) are left out.
     """
     found, modules = {}, body_modules(model)
-    adapters = {module for layer in modules.values() for module in adapters_of(layer)}
+    tuned = tuple(f"{name}." for name, module in modules.items() if hasattr(module, "base_layer"))  # what peft wraps
     for name, module in modules.items():
-        if isinstance(module, nn.Linear) and module not in adapters:
+        is_adapter = name.startswith(tuned) and ".base_layer" not in name
+        if isinstance(module, nn.Linear) and not is_adapter:
             found.setdefault(id(module._parameters.get("weight", module)), (name, module))
     return dict(found.values())
-
-
-def adapters_of(layer: nn.Module) -> list[nn.Module]:
-    """The modules that peft has put next to a layer, which it calls `base_layer`."""
-    if not hasattr(layer, "base_layer"):
-        return []
-    return [module for name, child in layer.named_children() if name != "base_layer" for module in child.modules()]
 
 
 def body_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -94,15 +94,10 @@ def match(headers: dict[str, Header], model: nn.Module) -> Match:
     config = LoadStateDictConfig(
         device_map={"": torch.device("meta")}, weight_mapping=get_model_conversion_mapping(model)
     )
-    shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # the message of this function is enough
     logging.disable_progress_bar()
-    try:
-        info, _ = loading.convert_and_load_state_dict_in_model(model, files, config)
-        missing = set(info.missing_keys)
-        model._adjust_missing_and_unexpected_keys(info)
-    finally:
-        logging.set_verbosity(shown)
+    info, _ = loading.convert_and_load_state_dict_in_model(model, files, config)
+    missing = set(info.missing_keys)
+    model._adjust_missing_and_unexpected_keys(info)
     tied = {name for group in owners.values() if group - missing for name in group}
     mismatched = [
         f"{name} has shape {list(there)}, but config.json requires {list(needed)}"
