@@ -24,7 +24,7 @@ from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import check_option_names
-from proxsparse.models.checks import refuse_not_causal, refuse_not_finite, require_changeable
+from proxsparse.models.checks import refuse_not_finite, require_changeable, uncompiled
 from proxsparse.models.layers import (
     UNSPARSIFY,
     body_linears,
@@ -33,8 +33,8 @@ from proxsparse.models.layers import (
     pruned_layers,
     refuse_packed,
 )
+from proxsparse.models.loading import refuse_not_causal
 from proxsparse.models.snap import copy_weights, snap_
-from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike, pattern_of_zeros
 from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningDataArgs
@@ -187,7 +187,8 @@ def finetune_(
         InputError: a ValueError whose message names the argument: no layer is N:M, the teacher has other tokens, an
             option is unknown or out of range.
     """
-    with front_door(model) as model, uncompiled(teacher) as teacher:
+    with front_door(model) as model:
+        teacher = uncompiled(teacher)
         require_path("checkpoints", "" if checkpoints is None else checkpoints)
         known = vars(FinetuneOptions())
         if teacher is None:
@@ -364,8 +365,8 @@ def front_door(model: nn.Module) -> Iterator[nn.Module]:
     weights = model.parameters() if isinstance(model, nn.Module) else ()
     devices = {weight.device.index for weight in weights if weight.is_cuda}
     try:
-        with shown(interactive), torch.random.fork_rng(devices), uncompiled(model) as plain:
-            yield plain
+        with shown(interactive), torch.random.fork_rng(devices):
+            yield uncompiled(model)
     except InputError as error:
         text = str(error)
         for flag, argument in IN_PYTHON.items():

@@ -1,11 +1,9 @@
 """Text sources and calibration batches: every format, every refusal, and the batches' exact contents."""
 
 import gzip
-import io
 import json
 import logging
 import random
-import re
 import sys
 import time
 import tracemalloc
@@ -121,14 +119,12 @@ def test_home_and_named_sources(tmp_path, monkeypatch):
 def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
     path = write(tmp_path / "a.jsonl", '"one"\n""\n"two"\nnot JSON\n')
     assert load_texts(path, "train", limit=2) == ["one", "", "two"]
-    with pytest.raises(InputError, match=r"limit=0.*must be at least 1"):
-        load_texts(path, "train", limit=0)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "", r"a\.txt: the file is empty; choose"),
+        ("a.txt", "", r"a\.txt: no document with text"),
         ("a.raw", " \n\n", r"a\.raw: no document with text"),
         ("a.json", "[]", r"a\.json: no document with text"),
         ("a.jsonl", '"ok"\n{"text": "cut\n', r"a\.jsonl, line 2: malformed JSON .*; use one list"),
@@ -139,7 +135,7 @@ def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
         ("a.jsonl", "\n17\n", r"a\.jsonl, line 2: 17 is not text"),
         ("a.jsonl", r'"\ud800"', r"a\.jsonl, line 1: contains an unpaired surrogate.*delete"),
         ("a.txt", b"fine\n\xe9t\xe9\n", r"a\.txt, line 2: not UTF-8.*convert"),
-        ("a.txt", "text".encode("utf-16"), r"a\.txt, line 1: has NUL characters, as UTF-16 has; convert the file"),
+        ("a.txt", "text".encode("utf-16"), r"a\.txt, line 1: has NUL characters, as UTF-16 has; convert it to UTF-8"),
         ("a.raw.gz", gzip.compress("text".encode("utf-32-le"), mtime=0), r"a\.raw\.gz, line 1: has NUL"),
         ("a.jsonl.gz", b'{"text": "plain"}', r"a\.jsonl\.gz, after line 0: cannot be read \(Not a gzipped.*replace"),
         ("a.txt.gz", gzip.compress(b"x\n" * 9, mtime=0)[:-6], r"a\.txt\.gz, after line \d: cannot be read .*replace"),
@@ -356,9 +352,8 @@ def test_bad_arguments(tokenizer, arguments, message):
 
 
 def test_paragraphs_are_read_line_by_line(tmp_path):
-    choose = random.Random(0).choices
-    for text in ("".join(choose("ab\n\n\n \t\x0c", k=length)) for length in range(40) for _ in range(50)):
-        assert list(sources.paragraphs_of(io.StringIO(text, newline="\n"))) == re.split(r"\n\s*?\n", text)
+    write(tmp_path / "b.txt", "\n \none\ntwo\n\n\n \t\nthree\n")
+    assert load_texts(str(tmp_path / "b.txt"), "train") == ["one\ntwo\n\nthree"]
     write(tmp_path / "a.txt", "\n\n".join("word " * 200 for _ in range(4000)))  # 4 MB
     tracemalloc.start()
     assert sum(len(text) for _, text in sources.read_prose(tmp_path / "a.txt")) > 3.9e6

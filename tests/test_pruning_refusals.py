@@ -127,7 +127,7 @@ REFUSALS = [
     (lambda m, t: prunes(splits("a"))(m, t), "data: a DatasetDict; give one of its splits, such as data['a']"),
     (lambda m, t: prunes(splits())(m, t), "data: a DatasetDict; give one of its splits, such as data['train']"),
     (prunes([{"text": [{"role": "user", "content": "a"}]}]), "'user'}] is not text; a row is"),
-    (prunes(DataLoader([{"text": "a"}] * 2, batch_size=2)), "data: a dict with text, without input_ids"),
+    (prunes(DataLoader([{"text": "a"}] * 2, batch_size=2)), "data: ['a', 'a'] is not text; a row is"),
     (prunes([torch.rand(3)]), "data: input_ids, torch.float32 [3]: must be integers"),
     (prunes([torch.tensor([5])], method="proxsparse"), "data: no sample has a token to predict"),
     (prunes([torch.ones(200).long()]), "a sample has 200 tokens, the model's context length is 128; give seq_len"),
@@ -138,7 +138,7 @@ REFUSALS = [
     (prunes_tokens(attention_mask=torch.ones(3).int()), "attention_mask is [1, 3], input_ids are [1, 32]"),
     (prunes_tokens(attention_mask=torch.full((32,), -1e9)), "attention_mask, torch.float32 [32]: must be 0 or 1, [T]"),
     *(
-        (prunes_tokens(position_ids=ids), "position_ids do not count the tokens of each sample from 0; leave them out")
+        (prunes_tokens(position_ids=ids), "position_ids: the tokens of each sample are counted from 0; leave them out")
         for ids in (torch.arange(16).repeat(2), torch.arange(31))  # of packed samples, of fewer tokens
     ),
     (prunes(["a <8> b" * 9], tokenizer=enlarged, **FEW), "the calibration text has token ids from"),
@@ -164,6 +164,11 @@ REFUSALS = [
         torch.inference_mode()(prunes(TEXTS, method="proxsparse")),
         "model: cannot be changed in torch.inference_mode(); load it, and call",
     ),
+    (
+        lambda m, t: proxsparse.perplexity(m.compile() or m, t, TEXTS),
+        "model: has modules that are compiled; call this function first",
+    ),
+    (lambda m, t: proxsparse.sparsify_(m.model.norm.compile() or m), "model: has modules that are compiled"),
     # masks
     (masks({"a": HALF}, lambda m: "gpt2"), "model='gpt2': not a model; load it with AutoModelForCausalLM"),
     (masks({"a": HALF}, torch.nn.DataParallel), "model: DataParallel wraps the model; give model.module"),

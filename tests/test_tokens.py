@@ -66,18 +66,6 @@ def test_a_stopped_store_continues_to_the_same_samples(special, packing, num_sam
         assert len(counted) < len(texts) + 5, "finished blocks are not tokenized again"
 
 
-def test_an_error_of_the_source_names_what_is_stored(tokenizer, tmp_path, small_blocks):
-    def texts():
-        yield from (words(i, 2) for i in range(7))
-        raise InputError("the network is gone")
-
-    message = "^the network is gone; a resumed run continues after the 16 tokens that are stored$"
-    with pytest.raises(InputError, match=message):
-        calibration_batches([words(0, 2)] * 2, tokenizer, 20, 8, rest=texts(), store=tokens.TokenStore(tmp_path, "x"))
-    with pytest.raises(InputError, match=r"^the network is gone$"):
-        calibration_batches([words(0, 2)] * 2, tokenizer, 20, 8, rest=texts())
-
-
 def test_many_samples_are_shuffled_too(tokenizer, monkeypatch):
     monkeypatch.setattr(calibration, "TOKENS_IN_MEMORY", 200)
     texts = [words(i, 2) for i in range(50)]

@@ -19,7 +19,7 @@ FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
     "tensors, a list of dicts with input_ids, or a DataLoader of token tensors or of dicts with input_ids"
 )
-TOKEN_FIELDS = ("input_ids", "attention_mask", "position_ids")
+TOKEN_FIELDS = ("input_ids", "attention_mask")
 
 
 def read_batches(
@@ -130,9 +130,6 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
         raise InputError(f"data: it is empty; {FORMS}") from None
     items = chain([first], items)
     has_text = isinstance(first, Mapping) and "input_ids" not in first and text_field in first
-    column = first[text_field] if has_text else None
-    if isinstance(column, list) and all(isinstance(each, str) for each in column):  # of a DataLoader of texts
-        return items, False
     if not (isinstance(first, str) or has_text):
         return items, False
     if tokenizer is None:
@@ -143,15 +140,15 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
 def as_batch(
     item: object, model: nn.Module, seq_len: int | None, names: tuple[str, ...] = (*TOKEN_FIELDS, "labels")
 ) -> Batch:
-    """input_ids, attention_mask and, if in `names` and given, labels, each int64 [B, T].
-
-    Raises InputError for other items.
-    """
+    """The entries `names` of an item, each int64 [B, T]; attention_mask is made. Raises InputError for other items."""
     if isinstance(item, list | tuple) and len(item) == 1 and isinstance(item[0], Tensor):
         item = item[0]  # of a DataLoader over a TensorDataset
     fields = item if isinstance(item, Mapping) else {"input_ids": item}
     if "input_ids" not in fields:
         raise InputError(f"data: a dict with {', '.join(map(str, fields)) or 'no entries'}, without input_ids; {FORMS}")
+    if fields.get("position_ids") is not None:
+        remedy = "leave them out, or split the samples"
+        raise InputError(f"data: position_ids: the tokens of each sample are counted from 0; {remedy}")
     given = {name: fields[name] for name in names if fields.get(name) is not None}
     try:
         found = {name: torch.as_tensor(value) for name, value in given.items()}
@@ -167,16 +164,9 @@ def as_batch(
             raise InputError(f"data: {name}, {tensor.dtype} {list(tensor.shape)}: must be {rule}, [T] or [B, T]")
     batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
-    real, positions = batch["attention_mask"] != 0, batch.pop("position_ids", None)
     for name, tensor in batch.items():
         if tensor.shape != batch["input_ids"].shape:
             raise InputError(f"data: {name} is {list(tensor.shape)}, input_ids are {list(batch['input_ids'].shape)}")
-    if positions is not None:
-        whole = positions.shape in (real.shape, (1, real.shape[1]))
-        usual = torch.arange(real.shape[1]), real.cumsum(1) - 1  # whether padding on the left is counted or not
-        if not whole or all(((positions != each) & real).any() for each in usual):
-            remedy = "leave them out, or split the samples"
-            raise InputError(f"data: position_ids do not count the tokens of each sample from 0; {remedy}")
     if seq_len is not None:
         real_first = (batch["attention_mask"] == 0).byte().argsort(dim=1, stable=True)  # padding may be on the left
         batch = {name: tensor.gather(1, real_first)[:, :seq_len] for name, tensor in batch.items()}

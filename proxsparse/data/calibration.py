@@ -4,7 +4,6 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -36,9 +35,9 @@ class TokenBatches(Sequence[Batch]):
     def samples(self) -> int:
         return len(self.order)
 
-    @cached_property
+    @property
     def tokens(self) -> np.ndarray:
-        return as_array(self.ids)
+        return as_array(self.ids)  # not kept: other processes get the name of the file, and not its content
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)

@@ -110,11 +110,7 @@ def tokenize(
     done = min(store.samples(seq_len, packing), num_samples)
     with phase("tokenizing the calibration text", num_samples, "sample", done) as current:
         while not store.is_full(num_samples, seq_len, packing):
-            try:
-                block, ids, ends = next(blocks, None), array("I"), array("q")
-            except InputError as error:  # such as a network that is gone
-                stored = f"; a resumed run continues after the {store.counts['tokens']:,} tokens that are stored"
-                raise InputError(f"{error}{stored * bool(store.folder and store.counts['tokens'])}") from error
+            block, ids, ends = next(blocks, None), array("I"), array("q")
             for tokens in tokens_of(block or [], tokenizer, longest, min(TEXTS_PER_CALL, num_samples), packing):
                 ids.extend(tokens)
                 ends.append(store.counts["tokens"] + len(ids))
@@ -152,9 +148,8 @@ def windows(ids: np.ndarray, num_samples: int, seq_len: int, bos: int | None) ->
     A window that does not begin with bos has one token less, so that bos can be put before it: without bos some models
     (Gemma) compute other activations than those of their later use.
     """
-    if bos is None:
-        return np.arange(min(num_samples, len(ids) // seq_len) + 1) * seq_len
     bounds = [0]
     while len(bounds) <= num_samples and bounds[-1] < len(ids):
-        bounds.append(bounds[-1] + seq_len - int(ids[bounds[-1]] != bos))
+        starts_with_bos = bos is None or ids[bounds[-1]] == bos
+        bounds.append(bounds[-1] + seq_len - (not starts_with_bos))
     return np.array(bounds if bounds[-1] <= len(ids) else bounds[:-1])

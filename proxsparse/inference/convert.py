@@ -14,10 +14,9 @@ from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
 from proxsparse.inference.packable import names_of_modules, packable_layers, pattern_of
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
-from proxsparse.models.checks import require_module
+from proxsparse.models.checks import require_module, uncompiled
 from proxsparse.models.layers import is_selected, quant_method
 from proxsparse.models.matching import Match, keep_from_merging_, model_names
-from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import linear
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
@@ -60,13 +59,13 @@ def sparsify_(
     require_module(model)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
-    with uncompiled(model) as plain:
-        chosen = packable_layers(plain, lambda name: plain.get_submodule(name).weight, include, exclude, bits)
-        for names, pattern in chosen:
-            packed = SparseLinear.from_linear(plain.get_submodule(names[0]), backend, bits, pattern)
-            for name in names:
-                plain.set_submodule(name, packed)
-        declare_(plain)
+    plain = uncompiled(model)
+    chosen = packable_layers(plain, lambda name: plain.get_submodule(name).weight, include, exclude, bits)
+    for names, pattern in chosen:
+        packed = SparseLinear.from_linear(plain.get_submodule(names[0]), backend, bits, pattern)
+        for name in names:
+            plain.set_submodule(name, packed)
+    declare_(plain)
     return model
 
 
@@ -78,13 +77,13 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     +0.0 only).
     """
     require_module(model)
-    with uncompiled(model) as plain:
-        for names in names_of_modules(plain, SparseLinear):
-            packed = plain.get_submodule(names[0])
-            dense = linear(packed.dense_weight(), packed.bias).train(packed.training)
-            for name in names:
-                plain.set_submodule(name, dense)
-        declare_(plain)
+    plain = uncompiled(model)
+    for names in names_of_modules(plain, SparseLinear):
+        packed = plain.get_submodule(names[0])
+        dense = linear(packed.dense_weight(), packed.bias).train(packed.training)
+        for name in names:
+            plain.set_submodule(name, dense)
+    declare_(plain)
     return model
 
 

@@ -14,7 +14,7 @@ from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import get_method, register_method
 from proxsparse.methods.walk import Batches, apply_mask_
-from proxsparse.models.checks import evaluating, first_not_finite
+from proxsparse.models.checks import evaluating
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import full_precision
 from proxsparse.runtime.progress import phase
@@ -126,10 +126,9 @@ def prune_maskllm(
             (loss - bonus).backward(inputs=learned)
             gradient_norm = nn.utils.clip_grad_norm_(learned, max_grad_norm)
             if not math.isfinite(loss.item() + gradient_norm.item()):
-                where = first_not_finite(model, batch["input_ids"])
                 raise InputError(
                     f"maskllm, step {step + 1} of {steps}: loss {loss.item()}, gradient norm {gradient_norm.item()}"
-                    f"{where}; use --precision fp32, or lower learning_rate"
+                    "; use --precision fp32, or lower learning_rate"
                 )
             rate = final_learning_rate + (learning_rate - final_learning_rate) * (1 + math.cos(math.pi * time)) / 2
             optimizer.param_groups[0]["lr"] = rate

@@ -1,16 +1,12 @@
 """Checks of a model and its outputs: context length, NaN and infinity."""
 
-import inspect
 import math
-import re
 import reprlib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from proxsparse.errors import InputError
 from proxsparse.runtime.progress import phase, write_line
@@ -49,8 +45,7 @@ def context_length(model: nn.Module) -> float:
     limit = next((value for value in values if value > 0), math.inf)  # some configs have -1: no limit
     for name, module in model.named_modules():  # in models like RoBERTa, position 0 has the row after the padding
         if "position" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            after = 2 if model.config.model_type == "prophetnet" else 1  # it also reads the row of the next position
-            limit = min(limit, module.num_embeddings - module.padding_idx - after)
+            limit = min(limit, module.num_embeddings - module.padding_idx - 1)
     return limit
 
 
@@ -63,40 +58,6 @@ def refuse_other_tokens(model: nn.Module, ids, what: str) -> None:
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         remedy = "use the tokenizer of the model, and resize_token_embeddings if tokens were added to it"
         raise InputError(f"{what} from {ids.min()} to {ids.max()}, but the model has {vocabulary} tokens; {remedy}")
-
-
-DECODER_ONLY = "give a decoder-only language model"
-# Settings of a config with which the attention of a model is bidirectional.
-BIDIRECTIONAL = {"attn_type": "bi", "use_bidirectional_attention": True}
-BIDIRECTIONAL |= dict.fromkeys(("is_decoder", "causal", "is_causal"), False)
-
-
-def refuse_not_causal(model: nn.Module, source: str) -> None:
-    """Raises InputError for a model that sees the tokens that it predicts, or that cannot run on text alone."""
-    kinds, name = type(model).__mro__, type(model).__name__
-    masked = any(kind.__name__.endswith("ForMaskedLM") for kind in kinds)
-    if masked or getattr(model.config, "is_encoder_decoder", False):
-        raise InputError(f"{source}: {name} is not a causal decoder; {DECODER_ONLY}")
-    for each in inspect.signature(kinds[0].forward).parameters.values():
-        required = each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
-        if required and each.name not in ("self", "input_ids"):
-            raise InputError(f"{source}: {name} cannot run on text alone (it needs {each.name}); give a language model")
-    code = "".join(map(source_of, {kind.__module__ for kind in kinds}))
-    for config in (model.config, model.config.get_text_config()):
-        for setting, value in BIDIRECTIONAL.items():
-            # the code must read the setting: that of GPT-NeoX, for example, only mentions is_decoder
-            if getattr(config, setting, None) == value and re.search(rf"\.{setting}\b(?!\s*=[^=])", code):
-                what = f"{config.model_type} is not a causal decoder ({setting} is {str(value).lower()})"
-                raise InputError(f"{source}: {what}: it sees the tokens that it predicts; {DECODER_ONLY}")
-
-
-def source_of(module: str) -> str:
-    """The code of a module that defines models; "" for others, and for a notebook, which has no file."""
-    shared = module.startswith("transformers.") and not module.startswith("transformers.models.")
-    try:
-        return "" if shared or module.startswith("torch.") else inspect.getsource(sys.modules[module])
-    except (OSError, TypeError, KeyError):
-        return ""
 
 
 @contextmanager
@@ -115,6 +76,15 @@ def require_module(model: object) -> None:
     """Raises InputError unless the argument `model` is a module."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model={reprlib.repr(model)}: not a model; load it with AutoModelForCausalLM")
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that torch.compile wraps. Raises InputError for compiled modules in it, which ignore later hooks."""
+    model = getattr(model, "_orig_mod", model)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if any("_orig_mod" in module._modules or module._compiled_call_impl for module in modules):
+        raise InputError("model: has modules that are compiled; call this function first, then compile them")
+    return model
 
 
 def require_changeable(model: nn.Module) -> None:
@@ -143,22 +113,3 @@ def check_finite(name: str, sums: Tensor) -> None:
     if not sums.isfinite().all():
         remedy = "use --precision fp32, or pack without --calibrate, or check for damaged weights"
         raise InputError(f"{name}: its calibration inputs are NaN or overflow; {remedy}")
-
-
-@torch.no_grad()
-def first_not_finite(model: nn.Module, input_ids: Tensor) -> str:
-    """For error messages: ", and the first output that is not finite is that of LAYER", or "" if all are finite.
-
-    The forward pass is repeated on input_ids, int64 [B, T].
-    """
-    names = {module: name for name, module in model.named_modules() if not any(module.children())}
-    found = []
-
-    def look(module: nn.Module, _inputs: object, output: object) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        if module in names and not all(part.isfinite().all() for part in outputs if isinstance(part, Tensor)):
-            found.append(names[module])
-
-    with evaluating(model), register_module_forward_hook(look):
-        model(input_ids=input_ids.to(model.device), use_cache=False)
-    return f", and the first output that is not finite is that of {found[0]}" if found else ""

@@ -49,18 +49,12 @@ def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
     The matrices of adapters (peft) are left out.
     """
     found, modules = {}, body_modules(model)
-    adapters = {module for layer in modules.values() for module in adapters_of(layer)}
+    tuned = tuple(f"{name}." for name, module in modules.items() if hasattr(module, "base_layer"))  # what peft wraps
     for name, module in modules.items():
-        if isinstance(module, nn.Linear) and module not in adapters:
+        is_adapter = name.startswith(tuned) and ".base_layer" not in name
+        if isinstance(module, nn.Linear) and not is_adapter:
             found.setdefault(id(module._parameters.get("weight", module)), (name, module))
     return dict(found.values())
-
-
-def adapters_of(layer: nn.Module) -> list[nn.Module]:
-    """The modules that peft has put next to a layer, which it calls `base_layer`."""
-    if not hasattr(layer, "base_layer"):
-        return []
-    return [module for name, child in layer.named_children() if name != "base_layer" for module in child.modules()]
 
 
 def body_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -68,11 +62,6 @@ def body_weights(model: nn.Module) -> list[nn.Parameter]:
     model = getattr(model, "module", model)
     linears, dense = body_linears(model), routers(model)
     return [stored_weight(name, layer) for name, layer in linears.items() if name not in dense]
-
-
-def body_sizes(model: nn.Module) -> dict[int, int]:
-    """id -> number of weights of every parameter in the decoder blocks that has two or more dimensions."""
-    return {id(p): p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1}
 
 
 def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
@@ -208,7 +197,7 @@ def pruned_layers(layers: dict[str, nn.Linear], pattern: NMPattern) -> list[str]
 
 def dense_share(model: nn.Module, layers: dict[str, nn.Linear]) -> float:
     """The share of the decoder blocks' weights that are not in `layers`; norms and biases are not counted."""
-    sizes = body_sizes(model)
+    sizes = {id(p): p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1}
     return 1 - sum(sizes.get(id(layer.weight), 0) for layer in layers.values()) / sum(sizes.values())
 
 
@@ -218,13 +207,10 @@ def refuse_fused_weights(model: nn.Module, include: list[str] | None, exclude: l
     fused = {name: module for name, module in fused.items() if is_selected(name, include, exclude)}
     if fused:
         first, module = next(iter(fused.items()))
-        leaves = list(dict.fromkeys(f"{name.rpartition('.')[2]}$" for name in fused))
-        left = [module for name, module in body_modules(model).items() if is_selected(name, leaves, None)]
-        held = sum(p.numel() for each in left for p in each.parameters(recurse=False) if p.ndim > 1)
-        share = f"{100 * held / sum(body_sizes(model).values()):.3g}% of the weights of the decoder blocks"
+        leaves = dict.fromkeys(f"{name.rpartition('.')[2]}$" for name in fused)
         raise InputError(
             f"{first}: {type(module).__name__} has its matrices in one tensor of 3 dimensions instead of nn.Linear "
-            f"layers; leave them dense with --exclude {' '.join(leaves)} ({share})"
+            f"layers; leave them dense with --exclude {' '.join(leaves)}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -18,7 +19,6 @@ from torch import nn
 from proxsparse.errors import InputError
 from proxsparse.io import model_files
 from proxsparse.io.atomic import copy_files
-from proxsparse.models.checks import refuse_not_causal
 from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_codes, refuse_incomplete, rounding_notes
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase, write_line
@@ -30,6 +30,9 @@ PROCESSOR_FILES = ("*processor_config.json", "audio_tokenizer_config.json", "cha
 PART = 2**24  # weights that are rounded at a time
 # The ends of the names of quantized tensors' parts.
 SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input|activation)_scale\w*)$")
+# Settings of a config with which the attention of a model is bidirectional.
+BIDIRECTIONAL = {"attn_type": "bi", "use_bidirectional_attention": True, "causal": False, "is_causal": False}
+DECODER_ONLY = "give a decoder-only language model"
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def skeleton(folder: Path) -> nn.Module:
     """The model of a checkpoint's config.json on the meta device. Raises InputError if it is not a causal decoder."""
     config, path = read_config(folder), folder / "config.json"
     if config.is_encoder_decoder:
-        raise InputError(f"{path}: {config.model_type} is an encoder-decoder; give a decoder-only language model")
+        raise InputError(f"{path}: {config.model_type} is an encoder-decoder; {DECODER_ONLY}")
     with one_line(str(path), "give the folder of a causal language model"), torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False)
     if model.config.model_type != config.model_type:
@@ -202,6 +205,27 @@ def skeleton(folder: Path) -> nn.Module:
         raise InputError(f"{path}: {lost}; give a checkpoint of the text model")
     refuse_not_causal(model, str(path))
     return model
+
+
+def refuse_not_causal(model: nn.Module, source: str) -> None:
+    """Raises InputError for a model that sees the tokens that it predicts, or that cannot run on text alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+    name, kinds = type(model).__name__, type(model).__mro__
+    masked = any(kind.__name__.endswith("ForMaskedLM") for kind in kinds)
+    if masked or getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(f"{source}: {name} is not a causal decoder; {DECODER_ONLY}")
+    for each in inspect.signature(kinds[0].forward).parameters.values():
+        required = each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+        if required and each.name not in ("self", "input_ids"):
+            raise InputError(f"{source}: {name} cannot run on text alone (it needs {each.name}); give a language model")
+    for config in (model.config, model.config.get_text_config()):
+        # other models ignore is_decoder, which is false by default
+        settings = BIDIRECTIONAL | ({"is_decoder": False} if config.model_type in ENCODERS else {})
+        for setting, value in settings.items():
+            if getattr(config, setting, None) == value:
+                what = f"{config.model_type} is not a causal decoder ({setting} is {str(value).lower()})"
+                raise InputError(f"{source}: {what}: it sees the tokens that it predicts; {DECODER_ONLY}")
 
 
 def examine(folder: Path, name: str) -> Source:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -30,17 +29,13 @@ class Match:
 
 
 def model_names(
-    found: Iterable[str], model: nn.Module, packed: Iterable[str] = (), steps: list | None = None
+    found: Iterable[str], model: nn.Module, packed: Iterable[str] = ()
 ) -> tuple[dict[str, str], set[str], list[str]]:
-    """`names`, `merged` and `extra` of `Match`.
-
-    packed: names of the model that are not in its state_dict. steps: the renamings and conversions of transformers;
-    None: those of a safetensors checkpoint.
-    """
+    """`names`, `merged` and `extra` of `Match`. packed: names of the model that are not in its state_dict."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    steps = get_model_conversion_mapping(model) if steps is None else steps
+    steps = get_model_conversion_mapping(model)
     renamings, converters = (
         [step for step in steps if isinstance(step, kind)] for kind in (loading.WeightRenaming, loading.WeightConverter)
     )
@@ -99,15 +94,10 @@ def match(headers: dict[str, Header], model: nn.Module) -> Match:
     config = LoadStateDictConfig(
         device_map={"": torch.device("meta")}, weight_mapping=get_model_conversion_mapping(model)
     )
-    shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # the message of this function is enough
     logging.disable_progress_bar()
-    try:
-        info, _ = loading.convert_and_load_state_dict_in_model(model, files, config)
-        missing = set(info.missing_keys)
-        model._adjust_missing_and_unexpected_keys(info)
-    finally:
-        logging.set_verbosity(shown)
+    info, _ = loading.convert_and_load_state_dict_in_model(model, files, config)
+    missing = set(info.missing_keys)
+    model._adjust_missing_and_unexpected_keys(info)
     tied = {name for group in owners.values() if group - missing for name in group}
     mismatched = [
         f"{name} has shape {list(there)}, but config.json requires {list(needed)}"
@@ -162,25 +152,16 @@ def check_saved(
     result, known = match(headers, skeleton), set(extra)
     wrong = [f"{name} is missing" for name in result.missing] + result.mismatched
     wrong += [f"{name} is not a tensor of {type(skeleton).__name__}" for name in result.extra if name not in known]
-    wrong += [] if model is None else wrong_dtypes(headers, result, model)
+    if model is not None:
+        dtypes = {name: DTYPE_NAMES.get(tensor.dtype) for name, tensor in model.state_dict().items()}
+        wrong += [
+            f"{name} is {headers[name].dtype}, in the model {dtypes[inside]}"
+            for name, inside in result.names.items()
+            if dtypes[inside] not in (None, headers[name].dtype)
+        ]
     if wrong:
         what = f"the written files differ from the model in {len(wrong)} tensors ({wrong[0]})"
         raise InputError(f"{what}, so the model is not saved; please report this with the name of the model")
-
-
-def wrong_dtypes(headers: dict[str, Header], result: Match, model: nn.Module) -> list[str]:
-    """The tensors in the files that have another dtype than in the model."""
-    dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    for name in list(dtypes):  # fused experts: the tensor of all has the dtype of the first
-        parent = name
-        while parent := parent.rpartition(".")[0]:
-            dtypes.setdefault(parent, dtypes[name])
-    wrong = []
-    for name, inside in result.names.items():
-        needed = DTYPE_NAMES.get(dtypes.get(inside) or dtypes.get(inside.rpartition(".")[0]))
-        if needed not in (None, headers[name].dtype):
-            wrong.append(f"{name} is {headers[name].dtype}, in the model {needed}")
-    return wrong
 
 
 def rounding_notes(stored: dict[str, str], model: nn.Module) -> list[str]:
@@ -197,42 +178,19 @@ def rounding_notes(stored: dict[str, str], model: nn.Module) -> list[str]:
 
 
 def gguf_notes(path: Path, model: nn.Module) -> list[str]:
-    """What the user must be told about the model that transformers has loaded from a .gguf file.
+    """The note about the scaling of rotary positions, if transformers has not read it from a .gguf file.
 
     Reads the header only, with the reader of transformers: 0.02 s for 50,000 tokens, where GGUFReader takes 4 s.
     """
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
     entries, tensors = read_gguf_metadata(str(path))
-    kind, notes = type(model).__name__, []
-    unused = unused_tensors(entries["general.architecture"], tensors, model)
-    scaling = [name for name in unused if name.startswith(ROPE_FACTORS)]
-    if lost := [name for name in unused if name not in scaling]:
-        notes.append(f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}")
+    scaling = [name for name in tensors if name.startswith(ROPE_FACTORS)]
     scaling += [key for key, value in entries.items() if key.endswith(".rope.scaling.type") and value != "none"]
     types = {value for key, value in entries_of(model.config.to_dict()) if key == "rope_type"}
-    if scaling and types <= {"default"}:
-        notes.append(
-            f"transformers does not read the scaling of rotary positions ({scaling[0]}) from this file, so the model "
-            "differs from the original, most in long texts; give the safetensors checkpoint"
-        )
-    return notes
-
-
-def unused_tensors(architecture: str, tensors: Iterable[str], model: nn.Module) -> list[str]:
-    """The tensors of a .gguf file that transformers does not load into the model.
-
-    transformers has two loaders: one renames tensors as it does for safetensors, the other has a table of names.
-    """
-    from transformers import modeling_gguf_pytorch_utils as tables
-    from transformers.integrations.gguf.utils import get_gguf_conversion_mapping, is_gguf_arch_supported
-
-    if is_gguf_arch_supported(architecture):
-        return model_names(tensors, model, steps=get_gguf_conversion_mapping(architecture, model.config))[2]
-    processor = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)()
-    whole = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=list)
-    for part in (whole, model):  # transformers looks at each module: seconds, so only for what is left
-        loaded = tables.get_gguf_hf_weights_map(part, processor) if tensors else ()
-        # fused experts are in the table without ".weight"
-        tensors = [name for name in tensors if name not in loaded and name.removesuffix(".weight") not in loaded]
-    return tensors
+    if not scaling or types - {"default"}:
+        return []
+    return [
+        f"transformers does not read the scaling of rotary positions ({scaling[0]}) from this file, so the model "
+        "differs from the original, most in long texts; give the safetensors checkpoint"
+    ]

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import check_masks
-from proxsparse.models.checks import require_changeable
+from proxsparse.models.checks import require_changeable, uncompiled
 from proxsparse.models.layers import stored_weight
-from proxsparse.models.uncompiled import uncompiled
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.sharding import local
 
@@ -33,10 +32,10 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     """
     require_changeable(model)
     check_masks(masks)
-    with uncompiled(model) as model:
-        modules = dict(model.named_modules())
-        if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
-            modules = dict(unfold_linears_(model).named_modules())
+    model = uncompiled(model)
+    modules = dict(model.named_modules())
+    if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
+        modules = dict(unfold_linears_(model).named_modules())
     others = {
         id(weight): name
         for name, module in modules.items()

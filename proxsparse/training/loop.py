@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from proxsparse.data.calibration import IGNORED_LABEL, Batch, add_labels, endless_order
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
-from proxsparse.models.checks import evaluating, first_not_finite
+from proxsparse.models.checks import evaluating
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import world_size
@@ -154,11 +154,9 @@ def backward(
             batch_loss = loss_of_batch(batch) * (count / all_predicted)
         (part,) = distributed.all_reduce_sum([batch_loss.item()]) if read else (0.0,)
         if not math.isfinite(part):
-            with torch.compiler.set_stance("force_eager"), autocast(model.device, compute_dtype):
-                where = first_not_finite(model, batch["input_ids"])
             raise InputError(
-                f"the loss is {part}{where}; lower --learning_rate, or use --precision fp32; if this is "
-                "the first step, check the model for damaged weights"
+                f"the loss is {part}; lower --learning_rate, or use --precision fp32; if this is the first step, "
+                "check the model for damaged weights"
             )
         if not batch_loss.requires_grad:
             raise InputError(

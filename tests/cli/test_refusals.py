@@ -320,15 +320,14 @@ def overflow(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "module", "message"),
     [
-        ("train --objective paper", NORM, f"of {NORM}; lower --learning_rate"),
-        ("train --objective paper --gradient_accumulation_steps 4", NORM, f"of {NORM}; lower --learning_rate"),
+        ("train --objective paper", NORM, "the loss is nan; lower --learning_rate"),
+        ("train --objective paper --gradient_accumulation_steps 4", NORM, "the loss is nan; lower --learning_rate"),
         ("train", NORM, "model.layers.1.self_attn.q_proj: its calibration inputs .. damaged"),
-        ("finetune pruned --distill 0", NORM, f"of {NORM}; lower --learning_rate"),
-        pytest.param("finetune pruned --compile", NORM, f"of {NORM}; lower --learning_rate", marks=pytest.mark.slow),
+        ("finetune pruned --distill 0", NORM, "the loss is nan; lower --learning_rate"),
         ("finetune pruned --distill 0 --held_out 2", NORM, "not finite; lower --learning_rate"),
     ],
 )
-def test_a_loss_of_nan_names_the_layer(call, module, message, overflow, places, tmp_path, capsys, monkeypatch):
+def test_a_loss_of_nan_is_refused(call, module, message, overflow, places, tmp_path, capsys, monkeypatch):
     """Finite weights whose products overflow, as those of a run that diverges."""
     monkeypatch.chdir(places)
     overflow(module)

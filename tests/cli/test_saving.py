@@ -20,7 +20,6 @@ from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
 from proxsparse.io.model_files import INDEX, weight_files
 from proxsparse.models.loading import load_model, save_model
-from proxsparse.models.matching import unused_tensors
 
 MTP = {
     "mtp.norm.weight": torch.full([32], -torch.inf).bfloat16(),
@@ -102,12 +101,12 @@ def save_gguf(path, extra=(), scaling=None):
     ("extra", "scaling", "named"),
     [
         ((), None, []),
-        (("blk.2.nextn.eh_proj", "rope_freqs"), None, ["blk.2.nextn.eh_proj.weight", "rope_freqs.weight"]),
+        (("rope_freqs",), None, ["rope_freqs.weight"]),
         ((), gguf.RopeScalingType.YARN, ["llama.rope.scaling.type"]),
     ],
     ids=["plain", "tensors", "scaling"],
 )
-def test_what_is_not_loaded_from_a_gguf_file_is_named(extra, scaling, named, tmp_path, capsys):
+def test_a_scaling_that_is_not_loaded_from_a_gguf_file_is_named(extra, scaling, named, tmp_path, capsys):
     save_gguf(tmp_path / "tiny.gguf", extra, scaling)
     run = pruned(tmp_path / "tiny.gguf", tmp_path / "run")
     warnings = result_of(run)["warnings"]
@@ -117,15 +116,6 @@ def test_what_is_not_loaded_from_a_gguf_file_is_named(extra, scaling, named, tmp
     for text in (pruning, evaluation, str(warnings), (run / "README.md").read_text()):
         assert [text.count(name) for name in named] == [1] * len(named)
         assert text.count("scaling of rotary positions") == any("rope" in name for name in named)
-
-
-def test_a_head_of_qwen_3_5_in_a_gguf_file_is_named():
-    """transformers renames the tensors of this architecture with its newer loader."""
-    config = transformers.AutoConfig.for_model("qwen3_5_text", **COMMON, **DELTA, head_dim=8)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    loaded = ("token_embd.weight", "blk.0.ffn_up.weight", "blk.0.ssm_out.weight", "blk.0.ssm_a", "output.weight")
-    assert unused_tensors("qwen35", (*loaded, "blk.2.nextn.eh_proj.weight"), model) == ["blk.2.nextn.eh_proj.weight"]
 
 
 def test_tensors_that_the_model_does_not_use_are_kept(tmp_path, text_file, capsys):

@@ -179,7 +179,7 @@ def test_the_gradient_is_clipped(learned_model):
 def test_a_loss_that_is_not_finite(tiny_model, batches):
     model = tiny_model()
     model.lm_head.weight.data[0] = 3e38  # finite, but the logits overflow
-    with pytest.raises(InputError, match=r"step 1 of 3: loss (nan|inf), .* that of lm_head; .*lower learning_rate"):
+    with pytest.raises(InputError, match=r"step 1 of 3: loss (nan|inf), .*lower learning_rate"):
         prune_(model, "maskllm", batches, prior="none")
     words = r"step 1 of 3: loss \d.*, gradient norm nan; "
     with pytest.raises(InputError, match=words):
