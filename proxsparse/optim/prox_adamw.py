@@ -165,11 +165,8 @@ class ProxAdamW(Optimizer):
             completed = param_groups.complete_state(self, state_dict, self.defaults, self._check_group)
             return completed | {"state": {number: Uncast(state) for number, state in completed["state"].items()}}
 
-        last_hook = self.register_load_state_dict_pre_hook(prepare)  # last: hooks of the user see plain tensors
-        try:
+        with self.register_load_state_dict_pre_hook(prepare):  # the last one: hooks of the user see plain tensors
             super().load_state_dict(state_dict)
-        finally:
-            last_hook.remove()
 
     @torch._disable_dynamo  # as in torch's optimizers: a compiled step has no guard on the state of other parameters
     @torch.no_grad()
