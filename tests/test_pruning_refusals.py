@@ -193,15 +193,6 @@ REFUSALS = {
         lambda m, t: proxsparse.finetune_(m, None, TEXTS, t, checkpoints=5),
         "checkpoints=5: not a path",
     ),
-    "sparse masks": (
-        saves({"a": HALF.to_sparse()}),
-        "masks: layer a has torch.bool [1, 8] torch.sparse_coo; give torch.bool",
-    ),
-    "masks without data": (
-        saves({"a": HALF.to("meta")}),
-        "masks: layer a has torch.bool [1, 8] without data; give torch",
-    ),
-    "number of a mask": (saves({1: HALF}), "masks: 1 is not the name of a layer; give a str"),
     "masks for a wrapper": (
         lambda m, t: proxsparse.apply_masks_(torch.nn.DataParallel(m), {"a": HALF}),
         "model: DataParallel wraps the model; give model.module",
