@@ -147,10 +147,10 @@ def fast_times(
                 else:
                     prox_nm_list_(weights.weights, [reg_lambda] * number, pattern)
 
-    sizes = pattern.n, pattern.m
-    op, arguments = ("prox_nm_", (1.0, *sizes)) if number == 1 else ("prox_nm_list_", sizes)
+    arguments = 1.0, pattern.n, pattern.m
     weight = torch.empty(1, pattern.m, dtype=sets[0].flat.dtype, device=device)
-    names = [name for name in list_backends(op) if get_kernel(op, name).supports(weight, *arguments) is None]
+    kernels = {name: get_kernel("prox_nm_", name) for name in list_backends("prox_nm_")}
+    names = [name for name, kernel in kernels.items() if kernel.supports(weight, *arguments) is None]
     runs, notes = {}, {}
     for name in names:
         try:

@@ -21,12 +21,12 @@ def begin(path, settings=None, **how):
         return folder
 
 
-DAMAGED = [b"", b"[]", b"\xff", b"{", b'{"format": "proxsparse-run-2"}', b"[" * 100_000]
+RUN_1, RUN_2 = b'{"format": "proxsparse-run-1"}', b'{"format": "proxsparse-run-2"}'
+DAMAGED = [b"", b"[]", b"\xff", b"{", RUN_1, RUN_2, b"[" * 100_000]
 FOREIGN = ["notes.md", "config.yaml", "model.safetensors", "checkpoints", ".hidden"]
 REFUSED = [  # name and content of the file in the directory, message
     *((name, b"mine", rf"is not empty \({name}\) and no run of proxsparse has written there") for name in FOREIGN),
-    *((MARKER, content, "damaged, so it is unknown which run wrote here; choose another") for content in DAMAGED),
-    (MARKER, b'{"format": "proxsparse-run-1"}', "written by another version of proxsparse; choose another directory"),
+    *((MARKER, content, "damaged, or .* so it is unknown which run wrote here; choose another") for content in DAMAGED),
 ]
 
 

@@ -3,15 +3,16 @@
 from torch import nn
 
 from proxsparse.allocations.budget import Layers
-from proxsparse.allocations.sensitivity import check_sensitivity, sensitivity
+from proxsparse.allocations.sensitivity import sensitivity
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
-from proxsparse.methods.registry import Method, check_option_names, describe_options, options_of
+from proxsparse.methods.registry import Method, check_option_names, describe_options, options_of, ranges
 from proxsparse.methods.walk import Batches
 from proxsparse.patterns import WINDOWED, NMPattern, PatternLike
+from proxsparse.training.options import AT_LEAST_1, Valid
 
 UNIFORM = "uniform"
-
+SHARE_OF_FLOPS: Valid = (lambda share: 0.5 <= share < 1, "from 0.5 (2:4 everywhere) to below 1 (dense)")
 
 ALLOCATIONS = {
     "sensitivity": Method(
@@ -21,7 +22,7 @@ ALLOCATIONS = {
         paper="none: the cost is that of LeCun et al. 1990, Optimal Brain Damage, with a Fisher matrix",
         prune=sensitivity,  # returns layer name -> pattern, see `allocate`
         options=options_of(sensitivity),
-        check=check_sensitivity,
+        check=ranges(target_flops=SHARE_OF_FLOPS, samples=AT_LEAST_1),
         descriptions=describe_options(sensitivity),
     ),
     # `allocate` gives all layers the pattern of the call

@@ -10,19 +10,13 @@ from torch import Tensor, nn
 
 from proxsparse.allocations.budget import Layers, arithmetic, numel
 from proxsparse.data.calibration import single_samples
-from proxsparse.errors import InputError, require
+from proxsparse.errors import InputError
 from proxsparse.methods.walk import Batches
 from proxsparse.models.checks import check_finite, evaluating
 from proxsparse.models.feature_norms import FeatureNorms, make_hook
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.runtime.progress import phase
-
-
-def check_sensitivity(target_flops: float, samples: int) -> None:
-    """Raises InputError for an option out of range."""
-    require("target_flops", target_flops, 0.5 <= target_flops < 1, "from 0.5 (2:4 everywhere) to below 1 (dense)")
-    require("samples", samples, samples >= 1, "at least 1")
 
 
 def sensitivity(
@@ -49,8 +43,6 @@ def sensitivity(
         layer name -> pattern; layers that are not in it stay dense.
     """
     used_samples = list(islice(single_samples(batches), samples))
-    if not used_samples:
-        raise InputError("no calibration sample; give calibration text")
     costs_of, first_of = loss_costs(model, layers, used_samples)
     groups = defaultdict(list)  # the first layer with an input -> all layers with this input
     for name in layers:
@@ -102,31 +94,28 @@ def loss_costs(
         costs[name] = costs[name] + torch.stack(changes).square() / len(samples)
         weight.grad = None
 
-    trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    try:
+    with evaluating(model), phase("sensitivity", 2 * len(samples), "sample") as current, ExitStack() as undo:
+        for parameter in model.parameters():
+            undo.callback(parameter.requires_grad_, parameter.requires_grad)
         model.requires_grad_(False)
         model.zero_grad()
-        with evaluating(model), phase("sensitivity", 2 * len(samples), "sample") as current, ExitStack() as hooks:
-            passes = iter(current.count(range(2 * len(samples))))
-            with ExitStack() as first, torch.no_grad():
-                for name, layer in layers.items():
-                    first.enter_context(layer.register_forward_pre_hook(make_hook(norms[name])))
-                    first.enter_context(layer.register_forward_pre_hook(partial(note_input, name)))
-                for ids, _ in zip(samples, passes, strict=False):
-                    model(ids.to(model.device))
-            latest = None, ""  # frees the input
+        undo.callback(model.zero_grad)
+        passes = iter(current.count(range(2 * len(samples))))
+        with ExitStack() as first, torch.no_grad():
             for name, layer in layers.items():
-                check_finite(name, norms[name].sums)
-                layer.weight.requires_grad_(True)
-                hooks.enter_context(layer.weight.register_post_accumulate_grad_hook(partial(add_costs, name)))
-            for ids, _ in zip(samples, passes, strict=True):
-                with torch.enable_grad():
-                    loss = model(ids.to(model.device), labels=ids.to(model.device), use_cache=False).loss
-                    (loss * (ids.numel() - 1)).backward()
-    finally:
-        for parameter, requires_grad in trainable.items():
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = None
+                first.enter_context(layer.register_forward_pre_hook(make_hook(norms[name])))
+                first.enter_context(layer.register_forward_pre_hook(partial(note_input, name)))
+            for ids, _ in zip(samples, passes, strict=False):
+                model(ids.to(model.device))
+        latest = None, ""  # frees the input
+        for name, layer in layers.items():
+            check_finite(name, norms[name].sums)
+            layer.weight.requires_grad_(True)
+            undo.enter_context(layer.weight.register_post_accumulate_grad_hook(partial(add_costs, name)))
+        for ids, _ in zip(samples, passes, strict=True):
+            with torch.enable_grad():
+                loss = model(ids.to(model.device), labels=ids.to(model.device), use_cache=False).loss
+                (loss * (ids.numel() - 1)).backward()
     found = {}
     for name in layers:
         if not isinstance(costs[name], Tensor) or not costs[name].isfinite().all():

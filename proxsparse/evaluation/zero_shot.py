@@ -67,7 +67,7 @@ def zero_shot(
         {acc, acc_stderr, acc_norm, acc_norm_stderr, documents}; for truthfulqa_mc {acc = (mc1 + mc2) / 2, mc1,
         mc1_stderr, mc2, mc2_stderr, documents}. A standard error is None if there is only one document.
     Raises:
-        InputError: a file is missing or damaged; an answer is longer than the model's context.
+        InputError: a file is missing or damaged.
     """
     import lm_eval.models.huggingface
     from lm_eval import simple_evaluate
@@ -84,7 +84,6 @@ def zero_shot(
         # it warns about every model that is not given by name
         with mock.patch.object(logging.getLogger("lm_eval.models.huggingface"), "disabled", True):
             lm = lm_eval.models.huggingface.HFLM(model, backend="causal", tokenizer=tokenizer, **more)
-        refuse_long_answers(lm)
         # One call for mc1 and mc2: the requests that they share run only once.
         results = simple_evaluate(
             model=lm,
@@ -156,20 +155,6 @@ def task_file(name: str, folder: Path) -> Path:
         return found[0]
     what = f"no file {expected[0].name} (or .jsonl)" if folder.is_dir() else "no such folder"
     raise InputError(f"--data_dir {str(folder)!r}: {what} for task {name}; add it, or leave out the task or the flag")
-
-
-def refuse_long_answers(lm) -> None:
-    """Makes lm-eval's model raise InputError for an answer that its context cannot hold, instead of an assertion."""
-    measure = lm._loglikelihood_tokens
-
-    def checked(requests: list[tuple], **more) -> list[tuple[float, bool]]:
-        longest = max(len(answer) for _, _, answer in requests)
-        if longest > lm.max_length:
-            what = f"an answer has {longest} tokens, the model's context length is {lm.max_length}"
-            raise InputError(f"{what}; leave out this task, or use a model with a longer context")
-        return measure(requests, **more)
-
-    lm._loglikelihood_tokens = checked
 
 
 @functools.cache

@@ -106,11 +106,10 @@ def read_marker(path: Path) -> dict | None:
     """The marker of a directory; None if there is none. Raises InputError for a damaged marker."""
     if not (path / MARKER).exists():
         return None
-    marker, entries = read_object(path / MARKER), {"format": str, "run_id": str, "command": str, "settings": dict}
-    if marker.get("format", FORMAT) != FORMAT:
-        raise InputError(f"{path / MARKER}: written by another version of proxsparse; choose another directory")
-    if not all(isinstance(marker.get(name), kind) for name, kind in entries.items()):
-        raise InputError(f"{path / MARKER}: damaged, so it is unknown which run wrote here; choose another directory")
+    marker, entries = read_object(path / MARKER), {"run_id": str, "command": str, "settings": dict}
+    if marker.get("format") != FORMAT or not all(isinstance(marker.get(key), kind) for key, kind in entries.items()):
+        reason = "damaged, or written by another version of proxsparse"
+        raise InputError(f"{path / MARKER}: {reason}, so it is unknown which run wrote here; choose another directory")
     return marker
 
 

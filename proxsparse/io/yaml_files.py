@@ -9,11 +9,17 @@ from proxsparse.errors import InputError
 
 MOST_BYTES = 1 << 16  # limit for a file; a run writes about 2,000 bytes
 MOST = 2**63  # Python cannot print integers of several thousand digits
-DEEPEST = 20  # the time of PyYAML is quadratic in the depth of lists in lists
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML with 64-bit integers, and an error for a name that is there twice."""
+    """YAML with 64-bit integers, and an error for an alias or a name that is there twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):  # aliases can expand a few lines to billions of values
+            alias = self.get_event()
+            where = f"line {alias.start_mark.line + 1}"
+            raise ValueError(f"{where}: alias *{alias.anchor:.50} is not allowed; repeat the value")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         mapping = super().construct_mapping(node, deep)
@@ -46,16 +52,8 @@ def read_yaml(path: Path, what: str) -> dict:
     if len(text) > MOST_BYTES:
         raise InputError(f"{what} {path}: longer than {MOST_BYTES:,} bytes; give a YAML file of flags")
     try:
-        depth = 0
-        for event in yaml.parse(text, PlainLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
-                raise ValueError(f"line {event.start_mark.line + 1}: lists or mappings nested more than {DEEPEST} deep")
-            if isinstance(event, yaml.AliasEvent):  # aliases can expand a few lines to billions of values
-                where = f"line {event.start_mark.line + 1}"
-                raise ValueError(f"{where}: alias *{event.anchor:.50} is not allowed; repeat the value")
         settings = yaml.load(text, PlainLoader) or {}
-    except Exception as error:  # YAMLError, or a Python error for the value of a tag such as !!int
+    except Exception as error:  # YAMLError, RecursionError, or that of the value of a tag such as !!int
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{what} {path}: not valid YAML ({reason}); fix the file") from error
     if not isinstance(settings, dict):

@@ -3,20 +3,11 @@
 import torch
 from torch import Tensor
 
-from proxsparse.errors import require
-from proxsparse.methods.registry import register_layer_method
+from proxsparse.methods.registry import ranges, register_layer_method
 from proxsparse.methods.sparsegpt import InputGram, positive_definite
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
-
-
-def check(iterations: int, mask_iterations: int, damping: float, rho: float) -> None:
-    """Raises InputError for an option out of range."""
-    require("iterations", iterations, iterations >= 1, "at least 1")
-    words = f"from 1 to --iterations {iterations}"
-    require("mask_iterations", mask_iterations, 1 <= mask_iterations <= iterations, words)
-    require("damping", damping, damping >= 0, "a finite number >= 0")
-    require("rho", rho, rho > 0, "a finite number > 0")
+from proxsparse.training.options import AT_LEAST_1, NOT_NEGATIVE, POSITIVE
 
 
 @register_layer_method(
@@ -24,7 +15,7 @@ def check(iterations: int, mask_iterations: int, damping: float, rho: float) -> 
     updates_weights=True,
     paper="Boza 2024, Fast and Effective Weight Update for Pruned Large Language Models",
     statistics=InputGram,
-    check=check,
+    check=ranges(iterations=AT_LEAST_1, mask_iterations=AT_LEAST_1, damping=NOT_NEGATIVE, rho=POSITIVE),
 )
 def prune_admm(
     weight: Tensor,
@@ -48,7 +39,7 @@ def prune_admm(
 
     Args:
         iterations: number of updates of W, Z and U.
-        mask_iterations: number of the first iterations, which select a new mask.
+        mask_iterations: number of the first iterations, which select a new mask; at most `iterations`.
         damping: added to the diagonal of X X^T, in units of its mean.
         rho: weight of the penalty |W - Z|^2, in the same units.
     Raises:
@@ -62,7 +53,7 @@ def prune_admm(
     gram.diagonal().add_(rho)
     with positive_definite(f"damping={damping} and rho={rho}"):
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-    u = torch.zeros_like(w)
+    u, mask_iterations = torch.zeros_like(w), min(mask_iterations, iterations)
     for iteration in range(1, iterations + 1):
         if iteration <= mask_iterations:
             mask = gradual_mask((w + u).abs(), pattern, iteration / mask_iterations)
@@ -75,13 +66,8 @@ def prune_admm(
 def gradual_mask(score: Tensor, pattern: NMPattern, time: float) -> Tensor:
     """Prunes a fraction 1 - (1 - time)^3 of the weights that N:M pruning removes, smallest scores of the matrix first.
 
-    The n largest of every block are always kept; at time = 1 all others are pruned.
-
-    Args:
-        score: [out_features, in_features], finite.
-        time: in (0, 1].
-    Returns:
-        bool, the shape of `score`; True = kept.
+    The n largest of every block are always kept; at time = 1 all others are pruned. `score`: finite, [out_features,
+    in_features]; `time`: in (0, 1]. Returns bool of the same shape, True = kept.
     """
     final = nm_mask(score, pattern)
     if time == 1:

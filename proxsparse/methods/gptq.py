@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxsparse.errors import InputError
-from proxsparse.methods.sparsegpt import InputGram, inverse_factor
+from proxsparse.methods.sparsegpt import InputGram, compensate_, inverse_factor
 from proxsparse.methods.walk import Batches, walk
 from proxsparse.ops import pack_nm, quantize_nm, unpack_nm
 from proxsparse.patterns import NMPattern, PatternLike
@@ -18,7 +18,6 @@ from proxsparse.reference.windows import expand
 from proxsparse.runtime.device import full_precision
 
 DAMPING = 0.01
-CHUNK = 128  # columns after which the rest of the matrix is updated; affects only the speed
 Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, indices
 
 
@@ -98,20 +97,17 @@ def quantize_weight(
     scale = torch.zeros_like(codes) + (scales.to(codes.dtype) if bits == 8 else 0)
     smallest, largest = (-quantize.LARGEST, quantize.LARGEST) if bits == 8 else (-8, 7)
     groups = dict(zip(packed[:: 2 * quantize.GROUP].tolist(), column.split(quantize.GROUP, 1), strict=True))
-    for start in range(0, in_features, CHUNK):
-        stop = min(start + CHUNK, in_features)
-        errors = updated.new_zeros(len(updated), stop - start)
-        for j in range(start, stop):
-            if bits == 4 and j in groups:
-                of_group = functional.pad(updated, (0, 1)).gather(1, groups[j])
-                new = quantize_nm(of_group.to(values.dtype), bits)[1]
-                scales[:, list(groups).index(j)] = new[:, 0]
-                scale.scatter_(1, groups[j], new.to(scale.dtype).expand_as(groups[j]))
-            code = quantize.rounded(updated[:, j], scale[:, j], smallest, largest)
-            codes[:, j] = torch.where(kept[:, j], code, 0)
-            error = (updated[:, j] - codes[:, j] * scale[:, j]) / factor[j, j]
-            errors[:, j - start] = error
-            updated[:, j + 1 : stop] -= torch.outer(error, factor[j, j + 1 : stop])
-        updated[:, stop:] -= errors @ factor[start:stop, stop:]
+
+    def rounded(j: int) -> Tensor:
+        if bits == 4 and j in groups:
+            of_group = functional.pad(updated, (0, 1)).gather(1, groups[j])
+            new = quantize_nm(of_group.to(values.dtype), bits)[1]
+            scales[:, list(groups).index(j)] = new[:, 0]
+            scale.scatter_(1, groups[j], new.to(scale.dtype).expand_as(groups[j]))
+        code = quantize.rounded(updated[:, j], scale[:, j], smallest, largest)
+        codes[:, j] = torch.where(kept[:, j], code, 0)
+        return codes[:, j] * scale[:, j]
+
+    compensate_(updated, factor, rounded)
     codes = codes.gather(1, column)
     return codes.to(torch.int8) if bits == 8 else quantize.pack_codes(codes), scales, indices

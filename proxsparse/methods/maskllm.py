@@ -9,30 +9,31 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from proxsparse.data.calibration import add_labels, endless_order
-from proxsparse.errors import InputError, require
+from proxsparse.errors import InputError
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.pruned import Pruned
-from proxsparse.methods.registry import get_method, register_method
+from proxsparse.methods.registry import get_method, ranges, register_method
 from proxsparse.methods.walk import Batches, apply_mask_
 from proxsparse.models.checks import evaluating
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import full_precision
 from proxsparse.runtime.progress import phase
+from proxsparse.training.options import AT_LEAST_1, NOT_NEGATIVE, POSITIVE
 
 INITIAL_STD = 0.01
 NO_PRIOR = "none"
 
 
-def check(prior: str, seed: int, **numbers: float) -> None:
-    """Raises InputError for an option out of range."""
+RANGES = {"epochs": AT_LEAST_1} | dict.fromkeys(("tau", "final_tau", "scale", "final_scale"), POSITIVE)
+RANGES |= dict.fromkeys(("learning_rate", "final_learning_rate", "weight_decay", "max_grad_norm"), NOT_NEGATIVE)
+RANGES |= dict.fromkeys(("prior_strength", "weight_reg"), NOT_NEGATIVE)
+
+
+def check(prior: str, **options) -> None:
+    """Raises InputError for an unknown prior or a number out of range."""
     if prior != NO_PRIOR:
         get_method(prior, what="--prior")
-    require("epochs", numbers["epochs"], numbers["epochs"] >= 1, "at least 1")
-    for name in ("tau", "final_tau", "scale", "final_scale"):
-        require(name, numbers[name], numbers[name] > 0, "a finite number > 0")
-    rates = ("learning_rate", "final_learning_rate", "weight_decay", "max_grad_norm")
-    for name in (*rates, "prior_strength", "weight_reg"):
-        require(name, numbers[name], numbers[name] >= 0, "a finite number >= 0")
+    ranges(**RANGES)(**options)
 
 
 @register_method(
@@ -96,11 +97,9 @@ def prune_maskllm(
     Returns:
         The masks.
     Raises:
-        InputError: no batch, a block with too many masks, a loss or a gradient that is not finite.
+        InputError: a block with too many masks, a loss or a gradient that is not finite.
     """
     steps = epochs * len(batches)
-    if steps < 1:
-        raise InputError("maskllm: no calibration batch; give at least one")
     choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
     preferred = {} if prior == NO_PRIOR else prior_masks(prior, model, layers, batches, patterns)
     generator = torch.Generator(model.device).manual_seed(seed)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, require
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.walk import prune_layers_
+from proxsparse.training.options import Valid
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,16 @@ def register_layer_method(
         return prune_layer
 
     return add
+
+
+def ranges(**valid: Valid) -> Callable[..., None]:
+    """The `check` of a method: option -> its range."""
+
+    def check(**options) -> None:
+        for name, (holds, words) in valid.items():
+            require(name, options[name], holds(options[name]), words)
+
+    return check
 
 
 def options_of(function: Callable) -> dict:

@@ -1,15 +1,16 @@
 """SparseGPT: prunes column by column; the remaining columns are updated to compensate the error."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from proxsparse.errors import InputError, require
-from proxsparse.methods.registry import register_layer_method
+from proxsparse.errors import InputError
+from proxsparse.methods.registry import ranges, register_layer_method
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
+from proxsparse.training.options import AT_LEAST_1, NOT_NEGATIVE
 
 REMEDY = "use more calibration samples or increase damping"
 
@@ -33,18 +34,12 @@ class InputGram:
         return self.sums * (2 / self.tokens)
 
 
-def check(damping: float, chunk: int, update_weights: bool) -> None:
-    """Raises InputError for an option out of range."""
-    require("damping", damping, damping >= 0, "a finite number >= 0")
-    require("chunk", chunk, chunk >= 1, "at least 1 column")
-
-
 @register_layer_method(
     "sparsegpt",
     updates_weights=True,
     paper="Frantar and Alistarh 2023, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot",
     statistics=InputGram,
-    check=check,
+    check=ranges(damping=NOT_NEGATIVE, chunk=AT_LEAST_1),
 )
 def prune_sparsegpt(
     weight: Tensor,
@@ -74,12 +69,15 @@ def prune_sparsegpt(
     updated[:, dead] = 0
     hessian.diagonal()[dead] = 1
     factor = inverse_factor(hessian, damping)
-    mask = torch.zeros_like(updated, dtype=torch.bool)
-    chunk = max(chunk - chunk % pattern.m, pattern.m)  # whole blocks
-    for start in range(0, updated.shape[1], chunk):
-        columns = slice(start, start + chunk)
-        mask[:, columns], errors = prune_chunk_(updated[:, columns], factor[columns, columns], pattern)
-        updated[:, start + chunk :] -= errors @ factor[columns, start + chunk :]
+    mask = torch.ones_like(updated, dtype=torch.bool)
+
+    def pruned(j: int) -> Tensor:
+        if j % pattern.m == 0 and j < pattern.whole(updated.shape[1]):  # not the remainder, which stays dense
+            block = slice(j, j + pattern.m)
+            mask[:, block] = nm_mask((updated[:, block] / factor.diagonal()[block]).square(), pattern)
+        return torch.where(mask[:, j], updated[:, j], 0.0)
+
+    compensate_(updated, factor, pruned, max(chunk - chunk % pattern.m, pattern.m))  # whole blocks
     return mask, updated if update_weights else None
 
 
@@ -102,15 +100,20 @@ def positive_definite(settings: str, remedy: str = REMEDY) -> Iterator[None]:
         raise InputError(f"the Hessian of the inputs is not positive definite with {settings}; {remedy}") from error
 
 
-def prune_chunk_(weight: Tensor, factor: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
-    """Prunes the columns of `weight` [out_features, c] in place. Returns mask and errors e, both [out_features, c]."""
-    mask, errors = torch.ones_like(weight, dtype=torch.bool), torch.zeros_like(weight)
-    for j in range(weight.shape[1]):
-        if j % pattern.m == 0 and j < pattern.whole(weight.shape[1]):  # not the remainder, which stays dense
-            block = slice(j, j + pattern.m)
-            mask[:, block] = nm_mask((weight[:, block] / factor.diagonal()[block]).square(), pattern)
-        pruned = torch.where(mask[:, j], 0.0, weight[:, j])
-        errors[:, j] = pruned / factor[j, j]
-        weight[:, j] -= pruned
-        weight[:, j + 1 :] -= torch.outer(errors[:, j], factor[j, j + 1 :])
-    return mask, errors
+def compensate_(weight: Tensor, factor: Tensor, column: Callable[[int], Tensor], chunk: int = 128) -> None:
+    """The loop of SparseGPT and GPTQ, in place: w_j <- q_j = `column(j)`, for which the later columns compensate.
+
+    Args:
+        weight: [out_features, in_features]. `column` may read column j and those after it in the same chunk.
+        factor: U, see `inverse_factor`.
+        chunk: columns after which the rest of the matrix is updated.
+    """
+    for start in range(0, weight.shape[1], chunk):
+        stop = min(start + chunk, weight.shape[1])
+        errors = torch.zeros_like(weight[:, start:stop])
+        for j in range(start, stop):
+            new = column(j)
+            error = errors[:, j - start] = (weight[:, j] - new) / factor[j, j]
+            weight[:, j] = new
+            weight[:, j + 1 : stop] -= torch.outer(error, factor[j, j + 1 : stop])
+        weight[:, stop:] -= errors @ factor[start:stop, stop:]

@@ -3,19 +3,14 @@
 import torch
 from torch import Tensor
 
-from proxsparse.errors import require
 from proxsparse.methods.block_masks import block_masks
-from proxsparse.methods.registry import register_layer_method
+from proxsparse.methods.registry import ranges, register_layer_method
 from proxsparse.methods.sparsegpt import InputGram
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
+from proxsparse.training.options import AT_LEAST_1
 
 CHUNK = 128  # columns of P H that are kept up to date at a time; affects only the speed
-
-
-def check(sweeps: int) -> None:
-    """Raises InputError for an option out of range."""
-    require("sweeps", sweeps, sweeps >= 1, "at least 1")
 
 
 @register_layer_method(
@@ -23,7 +18,7 @@ def check(sweeps: int) -> None:
     updates_weights=False,
     paper="ours; nearest published: Zimmer et al. 2025, SparseSwaps (arXiv 2512.10922)",
     statistics=InputGram,
-    check=check,
+    check=ranges(sweeps=AT_LEAST_1),
 )
 def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, sweeps: int = 20) -> tuple[Tensor, None]:
     """Starts from Wanda's mask and reduces the error of the layer's output, see `improve_mask`.
@@ -72,13 +67,10 @@ def improve_mask(weight: Tensor, gram: Tensor, mask: Tensor, pattern: NMPattern,
 
 
 def sweep(weight: Tensor, gram: Tensor, mask: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Updates every block once, in order.
+    """Updates every block once, in order. Returns the new mask, and bool [rows]: whether the row has changed.
 
-    Args:
-        weight, mask: [rows, in_features], any number of rows; gram: [in_features, in_features], see `improve_mask`.
-        candidates: bool [C(m, n), m], True = pruned.
-    Returns:
-        The new mask, and bool [rows]: whether the row has changed.
+    `weight`, `gram` and `mask` are those of `improve_mask`, for any number of rows; `candidates`: bool [C(m, n), m],
+    True = pruned.
     """
     m = candidates.shape[1]
     columns = weight.shape[1] - weight.shape[1] % m  # without the remainder, which stays dense
@@ -105,12 +97,9 @@ def sweep(weight: Tensor, gram: Tensor, mask: Tensor, candidates: Tensor) -> tup
 
 
 def best_choice(weight: Tensor, others: Tensor, own: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """For every row the S with the smallest  p_S H_bb p_S^T + 2 r_b p_S^T,  and that value.
+    """The S with the smallest  p_S H_bb p_S^T + 2 r_b p_S^T,  bool [rows, m], True = pruned; and that value, [rows].
 
-    Args:
-        weight, others: w_b and r_b, [rows, m]; own: H_bb, [m, m]; candidates: bool [C(m, n), m].
-    Returns:
-        bool [rows, m], True = pruned; [rows].
+    `weight`, `others`: w_b and r_b, [rows, m]; `own`: H_bb, [m, m]; `candidates`: bool [C(m, n), m].
     """
     singles = candidates.to(weight.dtype).T  # [m, C]
     pairs = (singles[:, None] * singles).flatten(0, 1)  # [m * m, C]

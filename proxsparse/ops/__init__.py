@@ -5,8 +5,7 @@ from proxsparse.ops.adamw_prox import adamw_prox_
 from proxsparse.ops.mask import nm_mask
 from proxsparse.ops.masked_weight import masked_weight_
 from proxsparse.ops.pack import pack_nm, unpack_nm
-from proxsparse.ops.prox import prox_nm, prox_nm_
-from proxsparse.ops.prox_list import prox_nm_list_
+from proxsparse.ops.prox import prox_nm, prox_nm_, prox_nm_list_
 from proxsparse.ops.quantize import dequantize_nm, quantize_nm
 from proxsparse.ops.registry import use_backend
 from proxsparse.ops.sparse_linear import sparse_linear

@@ -7,18 +7,16 @@ from torch import Tensor
 
 from proxsparse import reference
 from proxsparse.ops.prox import check_reg_lambda, in_range, whole_rows, write_back
-from proxsparse.ops.registry import register_kernel, select
+from proxsparse.ops.registry import define_op, register_kernel, select
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike, check_dtype
 
-torch.library.define(
-    "proxsparse::adamw_prox_",
+
+@define_op(
+    "adamw_prox_",
     "(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? master, "
     "Tensor? scale, int step, float lr, float beta1, float beta2, float eps, float weight_decay, float reg_lambda, "
     "int n, int m, int? seed) -> ()",
 )
-
-
-@torch.library.impl("proxsparse::adamw_prox_", "CompositeExplicitAutograd")
 def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, scale, *settings) -> None:
     if weight.numel() == 0:
         return
@@ -36,7 +34,6 @@ def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, scale, *settings) ->
             write_back(tensor, dense[id(tensor)])
 
 
-torch.library.register_fake("proxsparse::adamw_prox_", lambda *arguments: None)
 # Of the op, by the names in its schema.
 Arguments = namedtuple(
     "Arguments", [argument.name for argument in torch.ops.proxsparse.adamw_prox_.default._schema.arguments]
@@ -73,23 +70,6 @@ def check_tensor(tensor: Tensor, what: str, shape: torch.Size, dtypes: tuple[tor
             f"{list(weight.shape)} it must be {names} {list(shape)} on {weight.device}; convert it, or "
             "create the optimizer after the model is converted"
         )
-
-
-def check_tensors(weight, grad, exp_avg, exp_avg_sq, master, scale) -> None:
-    """Raises ValueError for a tensor that does not fit the weight."""
-    check_dtype(weight, "weight")
-    arithmetic = arithmetic_of(weight)
-    dtypes = (weight.dtype, torch.bfloat16) if weight.dtype == torch.float32 else (weight.dtype,)
-    check_tensor(grad, "grad", weight.shape, dtypes, weight)
-    short = (torch.bfloat16,) if arithmetic == torch.float32 else ()
-    check_tensor(exp_avg, "exp_avg", weight.shape, (arithmetic, *short), weight)
-    check_tensor(exp_avg_sq, "exp_avg_sq", weight.shape, (exp_avg.dtype,), weight)
-    if master is not None:
-        if weight.dtype == arithmetic:
-            raise ValueError(f"master: only bfloat16 and float16 weights can have a master, not {weight.dtype}")
-        check_tensor(master, "master", weight.shape, (torch.float32,), weight)
-    if scale is not None:
-        check_tensor(scale, "scale", weight.shape[-1:], FLOAT_DTYPES, weight)
 
 
 def check_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -160,8 +140,19 @@ def checked(
     weight, grad, exp_avg, exp_avg_sq, master, scale, step, lr, betas, eps, weight_decay, reg_lambda, pattern, seed
 ) -> Arguments:
     """The arguments of the op for those of `adamw_prox_`. Raises its errors."""
-    tensors = (weight, grad, exp_avg, exp_avg_sq, master, scale)
-    check_tensors(*tensors)
+    check_dtype(weight, "weight")
+    arithmetic = arithmetic_of(weight)
+    dtypes = (weight.dtype, torch.bfloat16) if weight.dtype == torch.float32 else (weight.dtype,)
+    check_tensor(grad, "grad", weight.shape, dtypes, weight)
+    short = (torch.bfloat16,) if arithmetic == torch.float32 else ()
+    check_tensor(exp_avg, "exp_avg", weight.shape, (arithmetic, *short), weight)
+    check_tensor(exp_avg_sq, "exp_avg_sq", weight.shape, (exp_avg.dtype,), weight)
+    if master is not None:
+        if weight.dtype == arithmetic:
+            raise ValueError(f"master: only bfloat16 and float16 weights can have a master, not {weight.dtype}")
+        check_tensor(master, "master", weight.shape, (torch.float32,), weight)
+    if scale is not None:
+        check_tensor(scale, "scale", weight.shape[-1:], FLOAT_DTYPES, weight)
     check_numbers(step, lr, betas, eps, weight_decay)
     check_reg_lambda(reg_lambda)
     pattern = NMPattern.parse(pattern)
@@ -169,4 +160,5 @@ def checked(
         pattern.check_blocks(weight.shape)
     if seed is not None:
         seed = (seed + 2**63) % 2**64 - 2**63  # modulo 2^64 as two's complement: the dispatcher's integers are signed
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, scale)
     return Arguments(*tensors, step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, seed)

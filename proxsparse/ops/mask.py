@@ -5,20 +5,19 @@ from torch import Tensor
 
 from proxsparse import reference
 from proxsparse.ops.prox import whole_rows
-from proxsparse.ops.registry import register_kernel, select
+from proxsparse.ops.registry import define_op, register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
-torch.library.define("proxsparse::nm_mask", "(Tensor score, int n, int m) -> Tensor")
+
+def _fake(score: Tensor, n: int, m: int) -> Tensor:
+    return score.new_empty(score.shape, dtype=torch.bool)
 
 
-@torch.library.impl("proxsparse::nm_mask", "CompositeExplicitAutograd")
+@define_op("nm_mask", "(Tensor score, int n, int m) -> Tensor", _fake)
 def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
     dense = whole_rows(score, m, -torch.inf)
     mask = select("nm_mask", dense, n, m).run(dense, n, m)
     return mask if mask.shape == score.shape else mask[..., : score.shape[-1]].contiguous()
-
-
-torch.library.register_fake("proxsparse::nm_mask", lambda score, n, m: score.new_empty(score.shape, dtype=torch.bool))
 
 
 @register_kernel("nm_mask", "reference")

@@ -6,16 +6,11 @@ from torch import Tensor
 from proxsparse import reference
 from proxsparse.ops.adamw_prox import arithmetic_of, check_tensor
 from proxsparse.ops.prox import whole_rows, write_back
-from proxsparse.ops.registry import register_kernel, select
+from proxsparse.ops.registry import define_op, register_kernel, select
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike, check_dtype
 
-torch.library.define(
-    "proxsparse::masked_weight_",
-    "(Tensor(a!) out, Tensor weight, Tensor pretrained, Tensor? scale, int n, int m) -> ()",
-)
 
-
-@torch.library.impl("proxsparse::masked_weight_", "CompositeExplicitAutograd")
+@define_op("masked_weight_", "(Tensor(a!) out, Tensor weight, Tensor pretrained, Tensor? scale, int n, int m) -> ()")
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     if out.numel() == 0:
         return
@@ -27,9 +22,6 @@ def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tens
     dense = whole_rows(out if out.dtype == pretrained.dtype else torch.empty_like(pretrained), m)
     select("masked_weight_", dense, *arguments).run(dense, *arguments)
     write_back(out, dense)
-
-
-torch.library.register_fake("proxsparse::masked_weight_", lambda *arguments: None)
 
 
 @register_kernel("masked_weight_", "reference")

@@ -3,30 +3,23 @@
 import torch
 from torch import Tensor
 
-from proxsparse.ops.registry import register_kernel, select
+from proxsparse.ops.registry import define_op, register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 from proxsparse.reference import pack, windows
 
-torch.library.define("proxsparse::pack_nm", "(Tensor weight) -> (Tensor, Tensor)")
-torch.library.define("proxsparse::unpack_nm", "(Tensor values, Tensor indices) -> Tensor")
 
-
-@torch.library.impl("proxsparse::pack_nm", "CompositeExplicitAutograd")
+@define_op("pack_nm", "(Tensor weight) -> (Tensor, Tensor)", pack.empty)
 def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
     dense = weight.contiguous()
     return select("pack_nm", dense).run(dense)
 
 
-torch.library.register_fake("proxsparse::pack_nm", pack.empty)
-
-
-@torch.library.impl("proxsparse::unpack_nm", "CompositeExplicitAutograd")
+@define_op("unpack_nm", "(Tensor values, Tensor indices) -> Tensor", pack.empty_weight)
 def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     values, indices = values.contiguous(), indices.contiguous()
     return select("unpack_nm", values, indices).run(values, indices)
 
 
-torch.library.register_fake("proxsparse::unpack_nm", lambda values, indices: pack.empty_weight(values))
 register_kernel("pack_nm", "reference")(pack.pack_nm)
 register_kernel("unpack_nm", "reference")(pack.unpack_nm)
 

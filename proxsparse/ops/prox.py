@@ -1,19 +1,21 @@
-"""The op `proxsparse::prox_nm_`: the proximal operator of the N:M regularizer, in place."""
+"""The ops `proxsparse::prox_nm_` and `prox_nm_list_`: the proximal operator of the N:M regularizer, in place.
+
+Both have the same kernels; for a list `Kernel.run_list` needs as few launches as possible.
+"""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proxsparse import reference
-from proxsparse.ops.registry import register_kernel, select
+from proxsparse.ops.registry import define_op, register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
-torch.library.define("proxsparse::prox_nm_", "(Tensor(a!) weight, float reg_lambda, int n, int m) -> ()")
 
-
-@torch.library.impl("proxsparse::prox_nm_", "CompositeExplicitAutograd")
+@define_op("prox_nm_", "(Tensor(a!) weight, float reg_lambda, int n, int m) -> ()")
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
     if reg_lambda == 0 or weight.numel() == 0:
         return
@@ -40,7 +42,23 @@ def write_back(weight: Tensor, dense: Tensor) -> None:
         weight.copy_(dense if dense.shape == weight.shape else dense[..., : weight.shape[-1]])
 
 
-torch.library.register_fake("proxsparse::prox_nm_", lambda *arguments: None)
+@define_op("prox_nm_list_", "(Tensor(a!)[] weights, float[] reg_lambdas, int n, int m) -> ()")
+def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
+    groups: dict[tuple, list[tuple[Tensor, Tensor, float]]] = {}
+    for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
+        if reg_lambda != 0 and weight.numel() != 0:
+            group = groups.setdefault((weight.device, weight.dtype), [])
+            group.append((weight, whole_rows(weight, m), reg_lambda))
+    for group in groups.values():
+        originals, dense, lambdas = zip(*group, strict=True)
+        kernel = select("prox_nm_", dense[0], lambdas[0], n, m)
+        if kernel.run_list:
+            kernel.run_list(dense, lambdas, n, m)
+        else:
+            for result, reg_lambda in zip(dense, lambdas, strict=True):
+                kernel.run(result, reg_lambda, n, m)
+        for weight, result in zip(originals, dense, strict=True):
+            write_back(weight, result)
 
 
 @register_kernel("prox_nm_", "reference")
@@ -101,3 +119,31 @@ def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4") ->
 def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4") -> Tensor:
     """`prox_nm_` on a copy of the weight. Same arguments and errors; not differentiable."""
     return prox_nm_(weight.detach().clone(memory_format=torch.contiguous_format), reg_lambda, pattern)
+
+
+@torch.no_grad()
+def prox_nm_list_(weights: Sequence[Tensor], reg_lambdas: Sequence[float], pattern: PatternLike = "2:4") -> None:
+    """W_i <- argmin_V 1/2 ||V - W_i||_F^2 + lambda_i * Reg_{N:M}(V) for every weight, in place, as `prox_nm_` does.
+
+    The Triton backend uses one launch for all 2:4 weights with the same device and dtype; otherwise there is one for
+    each weight. The results are the same.
+
+    Args:
+        weights: each [..., in_features], any strides, dtypes and devices; they must not overlap. Changed in place.
+        reg_lambdas: one lambda_1 >= 0 per weight, in units of 1 / |w|^(N-1); 0 does not change the weight.
+        pattern: "N:M" or an NMPattern; N of every M weights are kept.
+    Raises:
+        ValueError: the numbers of weights and lambdas differ; a tensor occurs twice; or as `prox_nm_`, with the
+            position in the list.
+    """
+    pattern = NMPattern.parse(pattern)
+    if len(weights) != len(reg_lambdas):
+        raise ValueError(f"{len(weights)} weights and {len(reg_lambdas)} lambdas: pass one lambda per weight")
+    if len(set(weights)) != len(weights):  # tensors hash by identity; Dynamo of torch 2.11 cannot trace id()
+        raise ValueError("a weight is in the list twice; pass every weight once, also if it is tied")
+    for i, (weight, reg_lambda) in enumerate(zip(weights, reg_lambdas, strict=True)):
+        try:
+            check_prox_arguments(weight, reg_lambda, pattern)
+        except ValueError as error:
+            raise ValueError(f"weights[{i}]: {error}") from None
+    torch.ops.proxsparse.prox_nm_list_(list(weights), [float(x) for x in reg_lambdas], pattern.n, pattern.m)

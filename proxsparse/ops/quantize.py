@@ -3,29 +3,22 @@
 import torch
 from torch import Tensor
 
-from proxsparse.ops.registry import register_kernel, select
+from proxsparse.ops.registry import define_op, register_kernel, select
 from proxsparse.reference import quantize
 
-torch.library.define("proxsparse::quantize_nm", "(Tensor values, int bits) -> (Tensor, Tensor)")
-torch.library.define("proxsparse::dequantize_nm", "(Tensor codes, Tensor scales) -> Tensor")
 
-
-@torch.library.impl("proxsparse::quantize_nm", "CompositeExplicitAutograd")
+@define_op("quantize_nm", "(Tensor values, int bits) -> (Tensor, Tensor)", quantize.empty)
 def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     values = values.contiguous()
     return select("quantize_nm", values, bits).run(values, bits)
 
 
-torch.library.register_fake("proxsparse::quantize_nm", quantize.empty)
-
-
-@torch.library.impl("proxsparse::dequantize_nm", "CompositeExplicitAutograd")
+@define_op("dequantize_nm", "(Tensor codes, Tensor scales) -> Tensor", quantize.empty_values)
 def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
     codes, scales = codes.contiguous(), scales.contiguous()
     return select("dequantize_nm", codes, scales).run(codes, scales)
 
 
-torch.library.register_fake("proxsparse::dequantize_nm", quantize.empty_values)
 register_kernel("quantize_nm", "reference")(quantize.quantize)
 register_kernel("dequantize_nm", "reference")(quantize.dequantize)
 

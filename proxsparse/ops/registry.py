@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
+
 AUTO = "auto"
 # The backends that the automatic choice tries on a device, fastest first; on other devices only the reference. The
 # interpreter of Triton runs on a CPU only if it is chosen explicitly. `sparse_linear` has its own automatic choice.
@@ -31,7 +33,8 @@ class Kernel:
         prepare: only for `sparse_linear`: prepare(values, indices) -> what `run` otherwise computes from the packed
             weight in every call, one tensor; None if there is nothing to prepare.
         direct: only for `sparse_linear`, see `ops.sparse_linear.direct`.
-        run_list: only for `adamw_prox_`: runs many calls in few launches, see `ops.adamw_prox_list`.
+        run_list: only for `prox_nm_` and `adamw_prox_`: runs many calls in few launches, see `ops.prox` and
+            `ops.adamw_prox_list`.
         windows: only for `sparse_linear`: whether `run` takes x without `reference.windows.expand`, and m.
     """
 
@@ -47,6 +50,21 @@ class Kernel:
 _kernels: dict[str, dict[str, Kernel]] = {}
 _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
 _warned: set[tuple[str, ...]] = set()
+
+
+def define_op(name: str, schema: str, fake: Callable = lambda *arguments: None) -> Callable:
+    """Decorator: the function becomes the op `proxsparse::name` on all devices.
+
+    `fake` returns its results for fake tensors; the default is that of an op in place.
+    """
+
+    def add(run: Callable) -> Callable:
+        torch.library.define(f"proxsparse::{name}", schema)
+        torch.library.impl(f"proxsparse::{name}", "CompositeExplicitAutograd", run)
+        torch.library.register_fake(f"proxsparse::{name}", fake)
+        return run
+
+    return add
 
 
 def register_kernel(op: str, backend: str, supports: Callable[..., str | None] = lambda *args: None, **others: object):

@@ -21,19 +21,31 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxsparse.ops import choice
-from proxsparse.ops.registry import AUTO, Kernel, chosen_backend, explicit_kernel, find_kernel, register_kernel
+from proxsparse.ops.registry import (
+    AUTO,
+    Kernel,
+    chosen_backend,
+    define_op,
+    explicit_kernel,
+    find_kernel,
+    register_kernel,
+)
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike
 from proxsparse.reference import windows
 from proxsparse.reference.quantize import columns, shape_of_scales
 
-torch.library.define(
-    "proxsparse::sparse_linear",
+
+def _fake(x, values, indices, bias, prepared, backend, scales=None, m=4) -> Tensor:
+    check_sparse_linear(x, values, indices, bias, scales, m)
+    return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+@define_op(
+    "sparse_linear",
     "(Tensor x, Tensor values, Tensor indices, Tensor? bias, Tensor? prepared, str backend, "
     "Tensor? scales=None, int m=4) -> Tensor",
+    _fake,
 )
-
-
-@torch.library.impl("proxsparse::sparse_linear", "CompositeExplicitAutograd")
 def _sparse_linear(x, values, indices, bias, prepared, backend, scales=None, m=4) -> Tensor:
     check_sparse_linear(x, values, indices, bias, scales, m)
     if (y := direct(x, values, indices, bias, backend, scales, m)) is not None:
@@ -46,12 +58,6 @@ def _sparse_linear(x, values, indices, bias, prepared, backend, scales=None, m=4
         y = kernel.run(windows.expand(rows, m), values, indices, bias, prepared, scales)
     # not `view`: autograd forbids in-place operations (`y += 1`, ReLU(inplace=True)) on a view that a custom op returns
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], values.shape[0]])
-
-
-@torch.library.register_fake("proxsparse::sparse_linear")
-def _sparse_linear_fake(x, values, indices, bias, prepared, backend, scales=None, m=4):
-    check_sparse_linear(x, values, indices, bias, scales, m)
-    return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
 def _save_weight(ctx, inputs: tuple, output: Tensor) -> None:
@@ -155,28 +161,23 @@ def check_sparse_linear(
     if x.ndim == 0 or x.shape[-1] % 2 or windows.expanded_features(x.shape[-1], m) != in_features:
         expected = f"in_features={in_features}" if m == 4 else f"packed in {in_features} columns for blocks of {m}"
         raise ValueError(f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be {expected}")
-    if indices.dtype != torch.uint8 or tuple(indices.shape) != (out_features, -(-in_features // 8)):
-        raise ValueError(
-            f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}, but values of shape "
-            f"{list(values.shape)} need torch.uint8 {[out_features, -(-in_features // 8)]}; pack the weight again"
-        )
-    if scales is not None and tuple(scales.shape) != (expected := shape_of_scales(values)):
-        raise ValueError(
-            f"sparse_linear: scales of shape {list(scales.shape)} do not belong to codes {values.dtype} of shape "
-            f"{list(values.shape)}, which need {list(expected)}; quantize the weight again"
-        )
-    if bias is not None and tuple(bias.shape) != (out_features,):
-        raise ValueError(f"sparse_linear: bias of shape {list(bias.shape)} must be [{out_features}]")
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"sparse_linear: x is {x.dtype}, which must be floating point; convert it")
-    floats = ("values", values) if scales is None else ("scales", scales)
-    for name, tensor in (floats, ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise ValueError(
-                f"sparse_linear: x is {x.dtype}, {name} is {tensor.dtype}; convert one of them, or use torch.autocast"
-            )
-    for name, tensor in (("values", values), ("indices", indices), ("bias", bias), ("scales", scales)):
-        if tensor is not None and tensor.device != x.device:
+    for name, tensor, shape, dtype in (
+        ("values", values, values.shape, x.dtype if scales is None else values.dtype),
+        ("indices", indices, (out_features, -(-in_features // 8)), torch.uint8),
+        ("scales", scales, () if scales is None else shape_of_scales(values), x.dtype),
+        ("bias", bias, (out_features,), x.dtype),
+    ):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(shape):
+            what = f"must be {list(shape)}, because values are {values.dtype} {list(values.shape)}"
+            raise ValueError(f"sparse_linear: {name} of shape {list(tensor.shape)} {what}; pack the weight again")
+        if tensor.dtype != dtype:
+            what = f"x is {x.dtype}, {name} is {tensor.dtype}, but must be {dtype}"
+            raise ValueError(f"sparse_linear: {what}; convert one of them, or use torch.autocast")
+        if tensor.device != x.device:
             raise ValueError(f"sparse_linear: x is on {x.device}, {name} is on {tensor.device}; move one of them")
 
 

@@ -1,5 +1,6 @@
 """hold_masks_: any optimizer trains the kept weights of an N:M model, and the pruned weights stay zero."""
 
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -62,7 +63,7 @@ class HeldMasks:
     """The handle of `hold_masks_`. `masks`: parameter -> its mask, True = kept, or None if it is not held."""
 
     def __init__(self, optimizer: Optimizer, pattern: NMPattern | None):
-        self.pattern, self.handles = pattern, []
+        self.pattern, self.hooks = pattern, ExitStack()
         self.masks: dict[Tensor, Tensor | None] = {}
         self.find_masks(optimizer)
         if not self.held():
@@ -70,11 +71,9 @@ class HeldMasks:
                 f"no parameter of this {type(optimizer).__name__} is {pattern or 'pruned'}: the model is dense; prune "
                 f"it first, or pass its pattern ({REMEDY})"
             )
-        self.handles += [
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
-            optimizer.register_load_state_dict_post_hook(self.clear_moments),
-        ]
+        self.hooks.enter_context(optimizer.register_step_pre_hook(self.before_step))
+        self.hooks.enter_context(optimizer.register_step_post_hook(self.after_step))
+        self.hooks.enter_context(optimizer.register_load_state_dict_post_hook(self.clear_moments))
 
     def __repr__(self) -> str:
         return f"HeldMasks({len(self.held())} of {len(self.masks)} parameters are held)"
@@ -85,8 +84,7 @@ class HeldMasks:
 
     def remove(self) -> None:
         """Removes the hooks; all weights can be trained again."""
-        for handle in self.handles:
-            handle.remove()
+        self.hooks.close()
 
     @torch.no_grad()
     def find_masks(self, optimizer: Optimizer) -> None:
@@ -100,7 +98,7 @@ class HeldMasks:
             if parameter not in known:
                 trained, hook = parameter.requires_grad, partial(clear_gradient_, kept=kept)
                 parameter.requires_grad_(True)  # a frozen parameter accepts no hook, but may be trained later
-                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self.hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(trained)
                 hook(parameter)
                 clear_(parameter, kept)  # -0.0 becomes +0.0
@@ -123,16 +121,13 @@ class HeldMasks:
         for parameter, kept in self.held():
             for value in optimizer.state.get(parameter, {}).values():
                 plain = isinstance(value, Tensor) and type(local(value)) is Tensor  # not quantized by a library
-                if plain and not value.is_sparse and value.is_floating_point() and local(value).shape == kept.shape:
+                if plain and value.is_floating_point() and local(value).shape == kept.shape:
                     clear_(value, kept)
 
 
 def clear_gradient_(parameter: Tensor, kept: Tensor) -> None:
     """Gradient <- 0 for pruned weights."""
-    if parameter.grad is not None and parameter.grad.is_sparse:  # rows, as of nn.Embedding(sparse=True)
-        parameter.grad = parameter.grad.coalesce()
-        clear_(parameter.grad.values(), kept[parameter.grad.indices()[0].to(kept.device)])
-    elif parameter.grad is not None:
+    if parameter.grad is not None:
         clear_(parameter.grad, kept)
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxsparse.models.layers import body_modules, body_weights, fused_matrices
-from proxsparse.ops.prox import check_reg_lambda
-from proxsparse.ops.prox_list import prox_nm_list_
+from proxsparse.ops.prox import check_reg_lambda, prox_nm_list_
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike
 from proxsparse.runtime.sharding import local
 
@@ -30,16 +29,9 @@ def first_settings(reg_lambda: float, pattern: PatternLike) -> dict:
     return dict(zip(SETTINGS, (reg_lambda, str(NMPattern.parse(pattern)), 0, None), strict=True))
 
 
-def check_settings(group: dict) -> None:
-    """Raises ValueError for a learning rate or lambda_1 that is not a number in its range."""
-    if isinstance(lr := group.get("lr"), Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr of shape {list(lr.shape)} must be a number, or a tensor of one element")
-    check_reg_lambda(group["reg_lambda"])
-
-
 def check_group(group: dict) -> None:
     """Stores `pattern` as text; raises ValueError for a setting or parameter that the prox does not support."""
-    check_settings(group)
+    check_reg_lambda(group["reg_lambda"])
     group["pattern"] = str(NMPattern.parse(group["pattern"]))
     list(pruned_parameters(group))
 
@@ -63,21 +55,21 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
         chosen: for each group, whether the caller gave it a reg_lambda: then without `model` it does not change.
         model: only the `body_weights` of this model are pruned.
     Raises:
-        ValueError: a number is out of range, or the model has no layer to prune.
+        ValueError: a lambda is out of range, or the model has no layer to prune.
     """
     for group in groups:
-        check_settings(group)
+        check_reg_lambda(group["reg_lambda"])
     active = [(group, given) for group, given in zip(groups, chosen, strict=True) if group["reg_lambda"] != 0]
-    if model is not None:
+    if active and model is not None:
         wanted = {id(weight) for weight in body_weights(model)}
-        if active and not wanted:
+        if not wanted:
             raise ValueError(
                 f"model: {type(model).__name__} has no nn.Linear in its decoder blocks, so there is nothing to prune; "
                 "for Conv1D modules, as in GPT-2, and fused experts use proxsparse.prune_"
             )
         modules = body_modules(getattr(model, "module", model))
         fused = [name for name, module in modules.items() if fused_matrices(module)]
-        if active and fused:
+        if fused:
             warnings.warn(
                 f"not pruned: {len(fused)} modules with fused experts, such as {fused[0]}; to prune them, use "
                 "proxsparse.prune_",
@@ -129,18 +121,12 @@ def complete_state(
 def pruned_parameters(group: dict) -> Iterator[Tensor]:
     """Yields every parameter of two or more dimensions that is not in `prox_skip`.
 
-    Nothing if reg_lambda is 0. Raises ValueError for a parameter, or a shard, that does not consist of whole blocks,
-    and for a `prox_skip` of another length than `params`.
+    Nothing if reg_lambda is 0. Raises ValueError for a parameter, or a shard, that does not consist of whole blocks.
     """
     if group["reg_lambda"] == 0:
         return
     pattern = NMPattern.parse(group["pattern"])
     skip = group.get("prox_skip") or [False] * len(group["params"])
-    if len(skip) != len(group["params"]):
-        raise ValueError(
-            f"a param group has {len(group['params'])} parameters, but its prox_skip has {len(skip)} bools; add "
-            "parameters with add_param_group, or give prox_skip a bool for each of them, True = not pruned"
-        )
     for parameter, skipped in zip(group["params"], skip, strict=True):
         if skipped:
             continue

@@ -128,9 +128,6 @@ class ProxAdamW(Optimizer):
         self._model = None if model is None else weakref.ref(model)
         super().__init__(params, defaults)
         param_groups.check_something_to_prune(self.param_groups)
-        held = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
-        if stochastic_rounding and torch.bfloat16 not in held:
-            raise ValueError("stochastic_rounding=True is for bfloat16 weights, and there are none; remove it")
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {name: getattr(self, name) for name in SETUP}
@@ -165,11 +162,8 @@ class ProxAdamW(Optimizer):
             completed = param_groups.complete_state(self, state_dict, self.defaults, self._check_group)
             return completed | {"state": {number: Uncast(state) for number, state in completed["state"].items()}}
 
-        last_hook = self.register_load_state_dict_pre_hook(prepare)  # last: hooks of the user see plain tensors
-        try:
+        with self.register_load_state_dict_pre_hook(prepare):  # the last one: hooks of the user see plain tensors
             super().load_state_dict(state_dict)
-        finally:
-            last_hook.remove()
 
     @torch._disable_dynamo  # as in torch's optimizers: a compiled step has no guard on the state of other parameters
     @torch.no_grad()
@@ -199,14 +193,15 @@ class ProxAdamW(Optimizer):
             group["prox_step"] += 1 if lr else 0
         return loss
 
-    def prepare_state(self, parameter: Tensor, frozen: bool | None = None) -> dict:
-        """The state of the parameter, with missing entries added: before a step, or for loading a checkpoint into it.
+    def prepare_states(self) -> None:
+        """Adds the entries of the first step to all states, so that a checkpoint can be loaded into them."""
+        for group in self.param_groups:
+            frozen = set(param_groups.pruned_parameters(group)) if group["frozen_lambda"] > 0 else ()
+            for parameter in group["params"]:
+                self._prepared_state(parameter, parameter in frozen)
 
-        `frozen`: whether W0 is one of the entries; None: whether the group of the parameter has the frozen-weight term.
-        """
-        if frozen is None:
-            groups = [group for group in self.param_groups if group["frozen_lambda"] > 0]
-            frozen = any(parameter is pruned for group in groups for pruned in param_groups.pruned_parameters(group))
+    def _prepared_state(self, parameter: Tensor, frozen: bool) -> dict:
+        """The state of the parameter, with missing entries added; `frozen`: whether W0 is one of them."""
         state = self.state[parameter]
         if "exp_avg" not in state:
             # on the CPU, as in torch: reading it does not synchronize
@@ -235,7 +230,7 @@ class ProxAdamW(Optimizer):
                 continue
             has_prox = parameter in pruned
             frozen = has_prox and group["frozen_lambda"] > 0
-            state = self.prepare_state(parameter, frozen)
+            state = self._prepared_state(parameter, frozen)
             count = int(state["step"]) + 1
             step = {key: local(state[key]) for key in ("exp_avg", "exp_avg_sq", "master") if key in state}
             step |= settings | {"weight": local(parameter), "grad": local(parameter.grad), "step": count}
@@ -282,8 +277,6 @@ class ProxAdamW(Optimizer):
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")
         group |= EXECUTION
-        if not isinstance(group["seed"], int):
-            raise ValueError(f"seed={group['seed']!r} must be an integer")
         for parameter in group["params"]:
             self._check_rounding(parameter)
         if group["prox_scale"] is not None:
@@ -327,10 +320,7 @@ def check_scale(weight: Tensor, scale: Tensor) -> None:
 
 
 def check_gradient(parameter: Tensor) -> None:
-    """Raises ValueError for a gradient that is sparse, or of another sharding or dtype than its parameter.
-
-    The gradient of a float32 parameter may be bfloat16, if its `grad_dtype` allows it.
-    """
+    """Raises ValueError for a gradient that is sparse, or of another sharding than its parameter."""
     grad, what = parameter.grad, f"parameter of shape {list(parameter.shape)}"
     if grad is None:
         return
@@ -338,10 +328,6 @@ def check_gradient(parameter: Tensor) -> None:
         raise ValueError(
             f"{what} has a sparse gradient, which AdamW does not support; create its layer with sparse=False, or use "
             "another optimizer for it"
-        )
-    if grad.dtype != parameter.dtype and (parameter.dtype, grad.dtype) != (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"{what} is {parameter.dtype}, but its gradient is {grad.dtype}; convert the gradient before the step"
         )
     placements, others = (getattr(tensor, "placements", None) for tensor in (parameter, grad))
     if placements != others:

@@ -49,7 +49,7 @@ def empty(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight.new_empty((*leading, columns // 2)), weight.new_empty((*leading, -(-columns // 8)), dtype=torch.uint8)
 
 
-def empty_weight(values: Tensor) -> Tensor:
+def empty_weight(values: Tensor, indices: Tensor) -> Tensor:
     """A tensor for the result of `unpack_nm`, whose content is arbitrary."""
     return values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
 
@@ -71,10 +71,9 @@ def refuse_infeasible(weight: Tensor, pattern: NMPattern) -> None:
     """Raises ValueError for a weight with more than n nonzeros in some block."""
     wrong = ~pattern.feasible_blocks(weight)
     if count := int(wrong.sum()):
-        *row, block = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"weight of shape {list(weight.shape)}: {count} of {wrong.numel()} blocks have more than {pattern.n} "
-            f"nonzeros, the first is block {block} of row {row_name(row)}; prune it to {pattern} first"
+            f"nonzeros, the first is {first_block(wrong)}; prune it to {pattern} first"
         )
 
 
@@ -103,13 +102,13 @@ def check_packed(values: Tensor, indices: Tensor, scales: Tensor | None = None) 
     blocks = places[..., :k].unflatten(-1, (-1, PATTERN.n))
     wrong = (blocks[..., 1:] <= blocks[..., :-1]).any(-1)
     if bool(wrong.any()):
-        *row, block = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"indices out of order: block {block} of row {row_name(row)} has the places "
-            f"{blocks[(*row, block)].tolist()}, which must be ascending; the file is damaged"
+            f"indices out of order: {first_block(wrong)} has the places {blocks[wrong][0].tolist()}, which must be "
+            "ascending; the file is damaged"
         )
 
 
-def row_name(row: list[int]) -> str:
-    """The leading indices of a row: "7", or "0, 7" in a batch of matrices."""
-    return ", ".join(map(str, row))
+def first_block(wrong: Tensor) -> str:
+    """The first True in bool [..., blocks]: "block 3 of row 7", or of row "0, 7" in a batch of matrices."""
+    *row, block = wrong.nonzero()[0].tolist()
+    return f"block {block} of row {', '.join(map(str, row))}"

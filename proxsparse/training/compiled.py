@@ -5,7 +5,7 @@ A GPU then runs about 40 kernels for a decoder block and its gradient instead of
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 
 import torch
@@ -23,20 +23,17 @@ def compiled_blocks(*models: nn.Module) -> Iterator[None]:
     """
     from torch._dynamo.exc import ShortenTraceback  # of errors of the compilers
 
-    blocks = [block for model in models for block in decoder_blocks(model)]
-    before = [block._compiled_call_impl for block in blocks]  # torch has no function that undoes `compile`
-    for block in blocks:
-        block.compile()
-    try:
-        yield
-    except ShortenTraceback as error:
-        cause = getattr(error, "inner_exception", error)
-        lines = str(getattr(cause, "output", cause)).strip().splitlines() or [type(cause).__name__]
-        reason = next((line for line in lines if "error" in line.lower()), lines[0])  # of the output of a compiler
-        raise InputError(f"--compile: {reason}; install what is missing, or set --compile false") from error
-    finally:
-        for block, compiled_call in zip(blocks, before, strict=True):
-            block._compiled_call_impl = compiled_call
+    with ExitStack() as undo:
+        for block in (block for model in models for block in decoder_blocks(model)):
+            undo.callback(setattr, block, "_compiled_call_impl", block._compiled_call_impl)  # torch cannot undo it
+            block.compile()
+        try:
+            yield
+        except ShortenTraceback as error:
+            cause = getattr(error, "inner_exception", error)
+            lines = str(getattr(cause, "output", cause)).strip().splitlines() or [type(cause).__name__]
+            reason = next((line for line in lines if "error" in line.lower()), lines[0])  # of the output of a compiler
+            raise InputError(f"--compile: {reason}; install what is missing, or set --compile false") from error
 
 
 compiled = cache(torch.compile)  # of a function: compiled once, at its first call

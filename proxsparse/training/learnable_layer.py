@@ -8,7 +8,7 @@ small relative to their block.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -65,22 +65,16 @@ def dense(model: nn.Module, learned: Iterable[LearnableLayer]) -> Iterator[nn.Mo
 
     W0 itself takes the place of a weight with its dtype and device; otherwise W0 is copied into the weight.
     """
-    copied, replaced = [], []
-    try:
+    with ExitStack() as undo:
         for layer in learned:
             weight, pretrained = layer.layer.weight, layer.pretrained
             if is_sharded(weight) or (pretrained.dtype, pretrained.device) != (weight.dtype, weight.device):
-                copied.append(layer)
+                undo.callback(layer.remask_)
                 local(weight.detach()).copy_(pretrained)
             else:
-                replaced.append((weight, weight.data))
+                undo.callback(setattr, weight, "data", weight.data)
                 weight.data = pretrained
         yield model
-    finally:
-        for weight, masked in replaced:
-            weight.data = masked
-        for layer in copied:
-            layer.remask_()
 
 
 def count_not_finite(learned: Iterable[LearnableLayer]) -> int:

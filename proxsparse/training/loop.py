@@ -158,11 +158,6 @@ def backward(
                 f"the loss is {part}; lower --learning_rate, or use --precision fp32; if this is the first step, "
                 "check the model for damaged weights"
             )
-        if not batch_loss.requires_grad:
-            raise InputError(
-                f"the loss of {type(model).__name__} has no gradient, so its mask cannot be learned; use "
-                "proxsparse prune --method magnitude"
-            )
         batch_loss.backward()
         loss += part
     return loss

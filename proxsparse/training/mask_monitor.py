@@ -23,24 +23,18 @@ class LayersSample:
     def __init__(self, layers: list[LearnableLayer]):
         self.layers, self.pattern, self.first = layers, layers[0].pattern, layers[0].weight
         self.device = local(self.first).device
-        sizes, indices, self.places = zip(*map(sampled_places, layers), strict=True)
+        sizes, indices, self.places = zip(*map(sampled_weights, layers), strict=True)
         starts, self.size = itertools.accumulate(sizes, initial=0), sum(sizes)
-        index = torch.cat([start + own for start, own in zip(starts, indices, strict=False)])
-        self.index = None if len(index) == self.size else index.to(self.device)
+        self.index = torch.cat([start + own for start, own in zip(starts, indices, strict=False)]).to(self.device)
         scaled = layers[0].scale is not None
         self.scale = self.sample(each.scale.expand(each.pretrained.shape) for each in layers) if scaled else None
         self.pretrained = self.sample(each.own_pretrained() for each in layers)
 
     def sample(self, weights: Iterable[Tensor]) -> Tensor:
         """The sampled blocks, fp32; `weights`: the local rows of each layer."""
-        parts = []
-        for (row, column), weight in zip(self.places, weights, strict=True):
-            of_row = self.pattern.blocks(weight).flatten(1, -2)  # [rows, blocks of a row, m], also for stacked weights
-            parts.append(of_row[row, column].to(self.device))
-        blocks = torch.cat(parts).float()
-        if self.index is not None:  # the other processes have the other blocks
-            blocks = blocks.new_zeros(self.size, self.pattern.m).index_copy_(0, self.index, blocks)
-        return sum_of_shards(blocks, self.first)
+        parts = [weight.take(places).to(self.device) for weight, places in zip(weights, self.places, strict=True)]
+        sample = torch.zeros(self.size, self.pattern.m, device=self.device)  # the other processes have the others
+        return sum_of_shards(sample.index_copy_(0, self.index, torch.cat(parts).float()), self.first)
 
     def learned(self) -> Tensor:
         """The learned weights."""
@@ -119,18 +113,18 @@ class MaskMonitor:
         return [{"step": step, "to_final": share} for step, share in zip(steps, shares, strict=True)]
 
 
-def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, tuple[Tensor, Tensor]]:
-    """Number of sampled blocks of a layer; of those in this process the index in the sample, local row and column.
+def sampled_weights(each: LearnableLayer) -> tuple[int, Tensor, Tensor]:
+    """Number of sampled blocks of a layer; of those in this process the index in the sample [b], and where their
+    weights are in the local rows, counted along the rows, [b, m] on their device.
 
-    int64; rows and columns are on the device of the weight. Computed on the CPU, because a boolean index on a GPU makes
-    the host wait.
+    Computed on the CPU, because a boolean index on a GPU makes the host wait.
     """
-    rows, of_row = len(local(each.weight)), each.pattern.count(each.weight.shape[1:])
-    blocks = len(each.weight) * of_row
+    weight, shape, m = local(each.weight), each.weight.shape, each.pattern.m
+    blocks, of_row = each.pattern.count(shape), shape[-1] // m
     index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER))
-    row, column = index // of_row - first_row(each.weight), index % of_row
-    own, device = ((row >= 0) & (row < rows)).nonzero().flatten(), local(each.weight).device
-    return len(index), own, (row[own].to(device), column[own].to(device))
+    start = index // of_row * shape[-1] + index % of_row * m - first_row(each.weight) * shape[1:].numel()
+    own = ((start >= 0) & (start < weight.numel())).nonzero().flatten()
+    return len(index), own, (start[own, None] + torch.arange(m)).to(weight.device)
 
 
 def feasible_share(learned: Iterable[LearnableLayer]) -> float:

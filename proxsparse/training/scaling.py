@@ -1,6 +1,5 @@
 """Scaling of the weights by their input activations, so that their size measures their effect on the output."""
 
-import math
 from contextlib import ExitStack
 from itertools import islice
 
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import single_samples
-from proxsparse.errors import InputError
 from proxsparse.models.checks import check_finite, evaluating
 from proxsparse.models.feature_norms import FeatureNorms, make_hook
 from proxsparse.runtime.distributed import all_reduce_sum_, shard_items, world_size
@@ -32,11 +30,8 @@ def activation_scaling(
     Returns:
         layer name -> c, fp32 [in_features], positive, on the layer's device.
     Raises:
-        InputError: inputs or weights of a layer are not finite; names the layer.
+        InputError: inputs of a layer are not finite; names the layer.
     """
-    for name, layer in layers.items():  # before the forward passes: an error there would name a later layer
-        if not math.isfinite(mean_of_shards(local(layer.weight).float().abs(), layer.weight)):
-            raise InputError(f"{name}: its weights contain NaN or infinity; use an undamaged copy of the model")
     found = {name: FeatureNorms(layer, local(layer.weight).device) for name, layer in layers.items()}
     inputs = list(islice(single_samples(batches), samples))
     with evaluating(model), phase("measuring the input activations", len(inputs), "sample") as current:

@@ -47,6 +47,9 @@ class TrainState:
     norms_not_read: float | Tensor = 0.0  # sum of the norms of the gradients since one was read from the device
     clock: float = field(default_factory=time.monotonic)  # time of the last update of `seconds`
 
+    def __post_init__(self) -> None:
+        self.optimizer.prepare_states()
+
     @property
     def complete(self) -> bool:
         """Whether there is no step left to do."""
@@ -82,17 +85,16 @@ class TrainState:
         found = {f"scale.{name}": layer.scale for name, layer in self.layers.items() if layer.scale is not None}
         for name, weight in weights_of(self.optimizer).items():
             found[f"weight.{name}"] = weight.detach()
-            entries = self.optimizer.state.get(weight, {})
-            found |= {f"{key}.{name}": value for key, value in entries.items() if key != "step"}
+            found |= {f"{key}.{name}": value for key, value in self.optimizer.state[weight].items() if key != "step"}
         return found | self.observer.tensors()
 
     def facts(self) -> dict:
         """The rest of the state as JSON."""
-        entries = {name: self.optimizer.state.get(weight, {}) for name, weight in weights_of(self.optimizer).items()}
+        weights = weights_of(self.optimizer)
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "groups": [{key: group[key] for key in OF_A_GROUP} for group in self.optimizer.param_groups],
-            "parameter_steps": {name: int(entry["step"]) for name, entry in entries.items() if "step" in entry},
+            "parameter_steps": {name: int(self.optimizer.state[weight]["step"]) for name, weight in weights.items()},
             "observer": self.observer.facts(),
         }
 
@@ -115,15 +117,14 @@ class TrainState:
 
     def restore_(self, checkpoints: Checkpoints, name: str, facts: dict) -> None:
         """Restores the state from a checkpoint, given its facts. Raises InputError as `Checkpoints.load`."""
-        for key, weight in weights_of(self.optimizer).items():
-            if key in facts["parameter_steps"]:  # a weight that has never had a gradient has no moments
-                self.optimizer.prepare_state(weight)["step"].fill_(facts["parameter_steps"][key])
         into = {key: tensor for key, tensor in self.tensors().items() if not key.startswith(UNSIZED)}
         tensors = checkpoints.load(name, into, UNSIZED)
         for kind, (_, put) in random_generators(self.model.device).items():
             if (states := tensors.get(f"random.{kind}")) is not None:  # None if written on another type of device
                 put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # must be aligned
         self.observer.restore_(tensors, facts["observer"])
+        for key, weight in weights_of(self.optimizer).items():
+            self.optimizer.state[weight]["step"].fill_(facts["parameter_steps"][key])
         for group, values in zip(self.optimizer.param_groups, facts["groups"], strict=True):
             group |= {key: values[key] for key in OF_A_GROUP}
         for key in COUNTERS:
@@ -135,15 +136,9 @@ class TrainState:
         """Raises InputError if the disk cannot hold --save_total_limit checkpoints and the one being written."""
         if self.options.save_minutes != 0:
             saved = sum(file.stat().st_size for file in checkpoints.folder.rglob("*.safetensors"))
-            needed = (self.options.save_total_limit + 1) * self.bytes() - saved
-            require_space(checkpoints.run_dir, needed, "the checkpoints (--save_minutes 0 writes none) need")
-
-    def bytes(self) -> int:
-        """Approximate bytes of a checkpoint: learned weights, moments, master weights."""
-        added = (8 if self.optimizer.moment_dtype is None else 4) + (4 if self.optimizer.master_weights else 0)
-        weights = weights_of(self.optimizer).values()
-        copies = [*weights, *self.observer.tensors().values()]
-        return sum(copy.nbytes for copy in copies) + sum(weight.numel() for weight in weights) * added
+            needed = (self.options.save_total_limit + 1) * sum(tensor.nbytes for tensor in self.tensors().values())
+            what = "the checkpoints (--save_minutes 0 writes none) need"
+            require_space(checkpoints.run_dir, needed - saved, what)
 
 
 def random_generators(device: torch.device) -> dict[str, tuple]:

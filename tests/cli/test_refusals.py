@@ -118,7 +118,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("prune --method sparsegpt --damping -0.1", "--damping -0.1: must be a finite number >= 0"),
     ("prune --method sparsegpt --chunk 0", "--chunk 0: must be at least 1"),
     ("prune --method swap --sweeps 0", "--sweeps 0: must be at least 1"),
-    ("prune --method admm --iterations 10", "--mask_iterations 15: must be from 1 to --iterations 10"),
+    ("prune --method admm --mask_iterations 0", "--mask_iterations 0: must be at least 1"),
     ("prune --method admm --rho 0", "--rho 0.0: must be a finite number > 0"),
     ("prune --method maskllm --tau 0", "--tau 0.0: must be"),
     ("prune --method maskllm --finetune", "not with --method maskllm .. finetune on its --output_dir afterwards"),

@@ -78,13 +78,6 @@ def test_any_batch_size_gives_the_same_and_limit_takes_the_first_documents(files
 
 
 @needs_lm_eval
-def test_an_answer_longer_than_the_context_is_refused(files):
-    model = tiny_model("llama", max_position_embeddings=16)
-    with pytest.raises(InputError, match="an answer has 36 tokens, the model's context length is 16; leave out this"):
-        zero_shot(model, byte_tokenizer(), "arc_easy", files)
-
-
-@needs_lm_eval
 @pytest.mark.slow
 def test_the_command_line_of_lm_eval_gives_the_same_numbers(tiny_llama, files, tmp_path, monkeypatch, capsys):
     """Its own command line and loading of the model; YAML files that include lm-eval's tasks."""

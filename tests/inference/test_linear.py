@@ -166,7 +166,7 @@ def test_copies_pickles_and_state_dicts(bits):
         (16, "indices", lambda tensor: tensor[:, :2], "indices"),
         (16, "values", lambda tensor: tensor.int(), "16 bits needs torch.float32"),
         (16, "indices", None, "missing"),
-        (4, "scales", lambda tensor: tensor * torch.nan, "scales contain NaN"),
+        (4, "scales", lambda tensor: tensor * torch.nan, "codes times scales are NaN"),
     ],
 )
 def test_damaged_state_is_refused_with_the_name_of_the_layer(bits, name, damage, word):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.on_each_backend import backends_of
+from ops.on_each_backend import backends_of, op_of_kernels
 from ptx.gpu import GPU, cuda_extension, require_compilers
 
 from proxsparse.ops import registry
@@ -16,7 +16,6 @@ ZEROS = torch.zeros(1, 4)
 # What `supports` is asked of a small tensor and these arguments.
 CALLS = {
     "prox_nm_": (1.0, 2, 4),
-    "prox_nm_list_": (2, 4),
     "adamw_prox_": (*[ZEROS] * 3, None, None, 3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, None),
     "nm_mask": (2, 4),
     "masked_weight_": (ZEROS, ZEROS, None, 2, 4),
@@ -87,7 +86,7 @@ def serve(request):
     with contextlib.ExitStack() as stack:
 
         def choose(op: str, place: tuple[str, str]) -> torch.device:
-            name, device = place[0], torch.device(place[1])
+            op, name, device = op_of_kernels(op), place[0], torch.device(place[1])
             if place in (("cuda", "cpu"), ("triton", "cpu")):
                 request.getfixturevalue(f"{name}_on_cpu")
             reason = registry.get_kernel(op, name).supports(torch.zeros(1, 4, device=device), *CALLS[op])

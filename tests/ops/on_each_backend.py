@@ -10,7 +10,7 @@ from proxsparse.ops import registry
 
 GPU_BACKENDS = ("triton", "cuda", "gemv", "cutlass")
 EMULATED = ("triton", "cuda")
-ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_", "pack_nm")  # of these
+ON_CPU_OPS = ("prox_nm_", "adamw_prox_", "masked_weight_", "pack_nm")  # of these
 SECOND_GPU = (pytest.mark.gpu, pytest.mark.multi_gpu)
 
 
@@ -24,9 +24,14 @@ class OnGPU:
         return self.shape[0]
 
 
+def op_of_kernels(op: str) -> str:
+    """A list of weights has the kernels of one weight."""
+    return {"prox_nm_list_": "prox_nm_"}.get(op, op)
+
+
 def backends_of(op: str) -> list:
     """cpp, the reference and compiled GPU kernels (tests/ptx) on the CPU; triton, cuda, the reference on GPUs."""
-    found = []
+    op, found = op_of_kernels(op), []
     for name in registry.list_backends(op):
         if name not in GPU_BACKENDS or (name in EMULATED and op in ON_CPU_OPS):
             marks, label = (pytest.mark.slow, f"{name}-on-cpu") if name in EMULATED else ((), name)

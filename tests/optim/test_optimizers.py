@@ -103,9 +103,6 @@ def test_a_learning_rate_may_be_a_tensor_of_one_element(make):
         runs.append(weights(model))
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(runs[2], runs[0], rtol=1e-12, atol=1e-12)
-    for elements in (0, 2):
-        with pytest.raises(ValueError, match=rf"lr of shape \[{elements}\] must be a number"):
-            make([{"params": [nn.Parameter(torch.ones(4, 8))], "lr": torch.full((elements,), 0.1)}], reg_lambda=0.1)
 
 
 @each_optimizer
@@ -322,18 +319,6 @@ REFUSED += [
 def test_bad_settings_and_parameters_are_refused(make, parameters, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(parameters(), **{"reg_lambda": 1.0} | arguments)
-
-
-@pytest.mark.filterwarnings("ignore:not pruned, because of the names")
-@each_optimizer
-def test_a_group_with_another_number_of_parameters_is_refused(make):
-    model = tiny_model()
-    optimizer = make([("embed", model[0].weight), ("proj", model[2].weight)], reg_lambda=1.0)
-    optimizer.param_groups[0]["params"].append(model[0].bias)
-    with pytest.raises(ValueError, match=r"3 parameters, but its prox_skip has 2 .*add_param_group, or give prox_skip"):
-        train(model, optimizer, 1)
-    optimizer.param_groups[0]["prox_skip"].append(True)
-    train(model, optimizer, 1)
 
 
 @each_optimizer

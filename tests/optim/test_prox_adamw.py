@@ -300,10 +300,8 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
         ([parameter()], {"betas": 0.9}, r"betas=0.9 must be two numbers"),
         ([parameter()], {"frozen_lambda": -2}, r"frozen_lambda=-2"),
         ([parameter()], {"frozen_eps": 0}, r"frozen_eps=0 must be"),
-        ([parameter()], {"seed": 1.5}, r"seed=1.5 must be an integer"),
         ([parameter()], {"moment_dtype": torch.float16}, r"moment_dtype=torch.float16 must be torch.bfloat16, or None"),
         ([parameter()], {"stochastic_rounding": True, "master_weights": True}, r"choose one of the two"),
-        ([parameter()], {"stochastic_rounding": True}, r"is for bfloat16 weights, and there are none"),
         ([parameter(BF16), parameter(torch.half)], {"stochastic_rounding": True}, r"is torch.float16.*master_weights"),
         ([parameter(BF16)], {"moment_dtype": BF16}, r"\[2, 4\].*stochastic_rounding=True or master_weights=True"),
         ([parameter(torch.complex64)], {}, r"complex64.*convert"),
@@ -358,6 +356,6 @@ def test_sparse_gradients_and_other_dtypes_are_refused_before_anything_moves():
     for p in model.parameters():
         p.grad = torch.ones_like(p, dtype=p.grad_dtype)
     before = weights(model)
-    with pytest.raises(ValueError, match=r"\[4, 24\] is torch.bfloat16, but its gradient is torch.float32"):
+    with pytest.raises(ValueError, match=r"grad is torch.float32 \[4, 24\].*must be bfloat16.*convert it"):
         optimizer.step()
     assert_same(weights(model), before)

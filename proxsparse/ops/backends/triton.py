@@ -30,15 +30,6 @@ def kernels() -> ModuleType:
     return triton_kernels
 
 
-@register_kernel("prox_nm_", "triton", supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m))
-def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
-    if m == 4:
-        kernels().prox_24_(weight, reg_lambda)
-    else:
-        kernels().prox_wide_(weight, reg_lambda, m)
-
-
-@register_kernel("prox_nm_list_", "triton", supports=_supports)
 def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
     if m == 4:
         kernels().prox_list_24_(weights, reg_lambdas)
@@ -47,9 +38,21 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
             kernels().prox_wide_(weight, reg_lambda, m)
 
 
+@register_kernel(
+    "prox_nm_",
+    "triton",
+    supports=lambda weight, reg_lambda, n, m: _supports(weight, n, m),
+    run_list=_prox_nm_list_,
+)
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int) -> None:
+    if m == 4:
+        kernels().prox_24_(weight, reg_lambda)
+    else:
+        kernels().prox_wide_(weight, reg_lambda, m)
+
+
 def _adamw_prox_list_(calls: list[tuple]) -> None:
-    triton = kernels()
-    triton.adamw_prox_list_([triton.Step(*arguments) for arguments in calls])
+    kernels().adamw_prox_list_([kernels().Step(*arguments) for arguments in calls])
 
 
 @register_kernel(
