@@ -20,7 +20,7 @@ import proxsparse
 from proxsparse import prune
 from proxsparse.errors import InputError
 from proxsparse.inference.convert import unsparsify_
-from proxsparse.io.mask_files import recorded_masks
+from proxsparse.io.mask_files import read_masks
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import copy_weights
 from proxsparse.patterns import NMPattern
@@ -363,7 +363,7 @@ def test_masks_of_several_patterns_to_a_file_and_back(tmp_path):
     patterns = {name: of_kind[kind] for name, kind in kinds.items() if kind in of_kind}
     masks = proxsparse.prune_(model, "magnitude", include=["self_attn"], pattern=patterns)
     proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
-    found, _ = recorded_masks(tmp_path)
+    _, found, _ = read_masks(tmp_path / "masks.safetensors")
     assert {name: str(pattern) for name, pattern in found.items()} == patterns
 
 
@@ -383,7 +383,7 @@ def test_masks_of_several_patterns_to_a_file_and_back(tmp_path):
 def test_the_pattern_of_a_mask_is_found(pattern, in_features, tmp_path):
     mask = proxsparse.nm_mask(torch.rand(64, in_features), pattern)
     proxsparse.save_masks(tmp_path / "masks.safetensors", {"a": mask})
-    assert str(recorded_masks(tmp_path)[0]["a"]) == pattern
+    assert str(read_masks(tmp_path / "masks.safetensors")[1]["a"]) == pattern
 
 
 def test_a_class_without_a_file_is_pruned(model):

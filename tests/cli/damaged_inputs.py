@@ -103,7 +103,6 @@ PRUNED = {  # damaged copies of the pruned model
     "cut-masks": lambda folder: shorten(folder, "masks.safetensors"),
     "other-masks": set_masks({UP: repeated("1100", 64, 32)}),
     "short-masks": set_masks({UP: repeated("1100", 32, 32)}),
-    "mixed-masks": set_masks({UP: repeated("1100", 64, 32), UP.replace("up", "down"): repeated("11111100", 32, 64)}),
     "base-gone": lambda folder: set_base(folder, "absent"),
     "base-changed": lambda folder: set_base(folder, str(folder.parent / "dense")),
 }
@@ -126,7 +125,7 @@ def make_places(folder):
     save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
     texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}
     texts |= {"c.yaml": "lerning_rate: 1\n", "masked.yaml": "objective: masked\n", "rate.yaml": "learning_rate: 0.1\n"}
-    texts |= {"flag.yaml": "include: [a, --output_dir, b]\n"}
+    texts |= {"numbers.yaml": "seq_len: [16, 32]\n"}
     texts |= {"list.yaml": "allocation: [x]\n", "mapping.yaml": "include: {a: b}\n", "no.yaml": "eval_data: no\n"}
     texts |= {"mappings.yaml": "include: [mlp, {a: b}]\n", "noes.yaml": "exclude: [no]\n", "off.yaml": "exclude: off\n"}
     texts |= {"obs.yaml": "method: obs\n", "empty.yaml": "", "short.txt": "a few words", "used/thesis.tex": "precious"}
