@@ -246,7 +246,7 @@ def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: 
     return model
 
 
-def nothing_left(folder: OutputFolder, args: RunArgs) -> bool:
+def nothing_left(folder: OutputFolder) -> bool:
     """Whether the resumed run is complete. If so, repeats the last actions, which a kill may have prevented."""
     if not folder.complete:
         return False

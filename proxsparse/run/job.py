@@ -52,7 +52,7 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     distributed.init_process_group(device)
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
-        if on_rank_zero(lambda: run_folder.nothing_left(folder, args)):
+        if on_rank_zero(lambda: run_folder.nothing_left(folder)):
             return 0
         if args.training:
             on_rank_zero(lambda: memory.require_memory(args, device, folder.path, world_size(), local_world_size()))
