@@ -187,8 +187,6 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
 
 def output_dir_of(args: RunArgs) -> Path:
     """--output_dir, else a new one. Raises InputError if a run without --output_dir is to be resumed."""
-    if args.output.output_dir == "":
-        raise InputError("--output_dir '': empty; give a name")
     if args.output.output_dir is not None:
         return Path(args.output.output_dir)
     if args.output.resume_from_checkpoint is not None:
