@@ -129,30 +129,51 @@ def test_the_plan_is_printed_and_nothing_else_happens(main, tiny_llama, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_does_not_fit_is_refused_before_it_loads(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (0.8, r"GB on the host, where 1\.\d\d GB are free; with --per_device_train_batch_size 1 it needs 0\.\d\d GB"),
+        (0.001, "are free; use a smaller model; --plan lists"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_before_it_loads(share, message, tmp_path, monkeypatch):
     model = save_tiny_model("llama", tmp_path / "model", vocab_size=50000)
     flags = ["--model", str(model), "--seq_len", "128", "--per_device_train_batch_size", "8", "--device", "cpu"]
     flags += ["--output_dir", str(tmp_path / "run")]
     needed = memory.total(memory.Plan(parse_train(flags)).memory()["host"])
-    monkeypatch.setattr(memory, "free_memory", lambda device: {"host": 0.8 * needed})
+    monkeypatch.setattr(memory, "free_memory", lambda device: {"host": share * needed})
     monkeypatch.setattr(job, "load_model", None)
-    message = r"GB on the host, where 1\.\d\d GB are free; lower --per_device_train_batch_size"
-    for main, more in ((train.main, []), (prune.main, ["--method", "wanda", "--finetune"])):
-        with pytest.raises(InputError, match=message):
-            main([*more, *flags])
+    with pytest.raises(InputError, match=message):
+        train.main(flags)
+    with pytest.raises(InputError) as refused:  # names no flag that this command does not have
+        prune.main(["--method", "wanda", "--finetune", *flags])
+    assert not re.search("plan|torchrun|pretrained_weights", str(refused.value))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("device", "place", "share", "processes", "message"),
     [
-        ("cpu", "host", 1, (4, 4), "a smaller model, or fewer processes on this machine"),
+        ("cpu", "host", 1, (4, 4), "use fewer processes on this machine, or a smaller model"),
         ("cpu", "host", 4, (4, 4), None),
         ("cpu", "host", 2, (4, 2), None),  # on two machines
         ("cuda", "host", 3.04, (4, 4), None),  # the model for saving is on the host of one of them: 3.03, not 4
-        ("cuda", "host", 1, (4, 4), "fewer processes on this machine"),
-        ("cuda", "device", 0.4, (1, 1), "on the device, where .* free; lower --per_device_train_batch_size"),
-        ("cpu", "disk", 0.8, (1, 1), "on the disk, where .* free; free some space, .* or give --save_minutes 0"),
+        ("cuda", "host", 1, (4, 4), "use fewer processes on this machine"),
+        (
+            "cuda",
+            "device",
+            0.4,
+            (1, 1),
+            r"--gradient_checkpointing and torchrun on \d+ devices it needs 0.\d\d GB on each",
+        ),
+        ("cuda", "device", 0.001, (4, 4), "are free; use a smaller model"),
+        (
+            "cpu",
+            "disk",
+            0.8,
+            (1, 1),
+            r"GB on the disk, where .* free; free some space, or choose another --output_dir; or give --save_minutes 0",
+        ),
         ("cpu", "disk", 1, (1, 1), None),
     ],
 )

@@ -1,5 +1,6 @@
 """The memory of a run, by formulas from the model's config and the flags; nothing is loaded. Printed by `--plan`."""
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from shutil import disk_usage
@@ -16,7 +17,7 @@ from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import auto_class, import_transformers, locate, one_line
 from proxsparse.models.unfold_linears import unfold_linears_
-from proxsparse.run.args import RunArgs
+from proxsparse.run.args import HIDDEN, RunArgs
 from proxsparse.runtime.device import PRECISIONS, choose_precision, free_memory
 from proxsparse.training.loss import rows_at_a_time
 from proxsparse.training.options import FinetuneOptions
@@ -25,12 +26,12 @@ GB, FP32, BF16 = 10**9, 4, 2
 TOKEN_BYTES = 4  # per calibration token
 PROCESS = 850 * 10**6  # libraries and tokenizer: VmHWM of a run on a model of 100 KB, torch 2.14 with CUDA, x86-64
 MARGIN = 1.1  # plans are up to 10% above the measured peak, see docs/scaling.md
-LESS = "lower --per_device_train_batch_size, or use --gradient_checkpointing, --precision bf16 or a smaller model"
-REMEDIES = {
-    "device": LESS,
-    "host": f"{LESS}, or fewer processes on this machine",
-    "disk": "free some space, choose another --output_dir, or give --save_minutes 0 (no checkpoints)",
-}
+SMALLER = (  # section, flag and value that need less memory, in the order in which they are suggested
+    ("training", "per_device_train_batch_size", 1),
+    ("hardware", "precision", "bf16"),
+    ("training", "gradient_checkpointing", True),
+    ("hardware", "pretrained_weights", "disk"),
+)
 OF_RANK_ZERO = ("model for saving", "masks of all devices")  # on the host
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
@@ -216,8 +217,11 @@ def require_memory(args: RunArgs, device: torch.device, path: Path, devices: int
         return
     for place, size in sizes.items():
         if place in free and size > MARGIN * free[place]:
-            sizes = f"about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free"
-            raise InputError(f"the run needs {sizes}; {REMEDIES[place]}")
+            listed = "" if "plan" in HIDDEN[args.command] else "; --plan lists what needs it"
+            raise InputError(
+                f"the run needs about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free; "
+                f"{smaller(plan, devices, local, place, free[place])}{listed}"
+            )
 
 
 def needed(plan: Plan, devices: int, local: int) -> dict[str, float]:
@@ -228,3 +232,31 @@ def needed(plan: Plan, devices: int, local: int) -> dict[str, float]:
         once = sum(known.get(name, 0) for name in OF_RANK_ZERO)
         sizes[place] = once + (total(known) - once) * (local if place == "host" else 1)
     return sizes
+
+
+def smaller(plan: Plan, devices: int, local: int, place: str, free: float) -> str:
+    """What to do so that the run fits."""
+    if place == "disk":
+        remedy = "free some space, or choose another --output_dir"
+        if "checkpoints" in plan.memory(devices)[place]:
+            remedy += "; or give --save_minutes 0 (no checkpoints)"
+            remedy += ", or a lower --save_total_limit" if plan.options.save_total_limit > 1 else ""
+        return remedy
+    args, flags, changed = plan.args, [], copy.deepcopy(plan.args)
+    for section, name, value in SMALLER:
+        options = getattr(changed, section)
+        if getattr(options, name) == value or name in HIDDEN[args.command]:  # not a flag of this command
+            continue
+        flags.append(f"--{name} {value}".removesuffix(" True"))
+        setattr(options, name, value)
+        size = needed(Plan(changed), devices, local)[place]
+        if size <= free:
+            return f"with {' '.join(flags)} it needs {size / GB:.2f} GB"
+    least, ways = Plan(changed), [" ".join(flags)] if flags else []
+    for several in (2, 4, 8, 16, 32, 64) if place == "device" and args.command != "prune" else ():
+        size = needed(least, several, 1)[place]
+        if several > devices and size <= free:
+            ways.append(f"torchrun on {several} devices")
+            return f"with {' and '.join(ways)} it needs {size / GB:.2f} GB on each"
+    fewer = "fewer processes on this machine, or " if place == "host" and local > 1 else ""
+    return f"use {fewer}a smaller model"
