@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import reprlib
 import signal
 import sys
 import warnings
@@ -27,6 +28,12 @@ def require(name: str, value: float, holds: bool, words: str) -> None:
     """Raises InputError "--name value: must be `words`" unless the value is finite and `holds`."""
     if not (holds and abs(value) <= sys.float_info.max):
         raise InputError(f"--{name} {value}: must be {words}")
+
+
+def require_path(name: str, value: object) -> None:
+    """Raises InputError unless the value of the argument is a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise InputError(f"{name}={reprlib.repr(value)}: not a path; give a str or a pathlib.Path")
 
 
 def different_flags(before: dict, now: dict, free: Iterable[str] = ()) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
 from proxsparse.data.calibration import arrays_of
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, require_path
 from proxsparse.evaluation.perplexity import perplexity as measure
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints, digest_of
 from proxsparse.methods import get_method
@@ -43,6 +43,9 @@ from proxsparse.runtime.distributed import world_size
 from proxsparse.runtime.progress import shown
 from proxsparse.training.options import FinetuneOptions, check_fields
 
+# values of the type of each argument
+TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42, "max_windows": -1}
+TYPICAL |= {"save_steps": 1}
 # What these functions have instead of a flag with another name
 IN_PYTHON = {"--precision fp32": "model.float()", "--output_dir": "checkpoints"}
 
@@ -107,11 +110,14 @@ def prune_(
             data of another form, no layer to prune, weights that are NaN.
     """
     with front_door(model) as model:
+        require_path("checkpoints", "" if checkpoints is None else checkpoints)
         chosen, allocated = get_method(method), get_allocation(allocation)
         known = chosen.options | allocated.options
         what = f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
         check_option_names(options, known, what)
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
+        more = {"seed": seed, "include": include, "exclude": exclude}
+        check_types(options | given | {"seed": seed}, known | TYPICAL)
         check_fields(DataArgs(**given))
         check_fields(HardwareArgs(seed=seed))
         values = known | options | {"seed": seed}
@@ -130,8 +136,7 @@ def prune_(
                 raise InputError(f"data=None: method {method!r} needs calibration text, such as data='c4'")
             given |= {"batch_size": options.get("per_device_train_batch_size", 1), "seed": seed}
             batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
-        identity = {"method": method, "pattern": str(pattern), "allocation": allocation}
-        identity |= {"include": include, "exclude": exclude} | values
+        identity = {"method": method, "pattern": str(pattern), "allocation": allocation} | more | values
         saved = saved_progress(checkpoints, identity, model, batches)
         if allocation != UNIFORM:
             patterns = allocate(allocation, model, layers, batches, pattern, saved, **of_allocation)
@@ -183,10 +188,14 @@ def finetune_(
             option is unknown or out of range.
     """
     with front_door(model) as model, uncompiled(teacher) as teacher:
+        require_path("checkpoints", "" if checkpoints is None else checkpoints)
+        known = vars(FinetuneOptions())
         if teacher is None:
             options = {"distill": 0.0} | options
-        check_option_names(options, vars(FinetuneOptions()), "finetune_")
+        check_option_names(options, known, "finetune_")
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
+        more = {"seed": seed, "include": include, "exclude": exclude}
+        check_types(options | given | {"seed": seed}, known | TYPICAL)
         data_args = TuningDataArgs(**given)
         check_fields(data_args)
         values = vars(FinetuneOptions(**options, seed=seed).check())
@@ -207,8 +216,7 @@ def finetune_(
         given |= {"window": data_args.window, "batch_size": values["per_device_train_batch_size"], "seed": seed}
         batches, _ = read_batches(data, model, tokenizer, folder=tokens_folder(checkpoints), **given)
         identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
-        identity |= {"include": include, "exclude": exclude} | values
-        identity |= identity_of(teacher) if values["distill"] else {}
+        identity |= more | values | (identity_of(teacher) if values["distill"] else {})
         saved = saved_progress(checkpoints, identity, model, batches)
         train = partial(train_kept_weights, model, layers, batches, patterns, teacher=teacher, **values)
         return prune_or_restore_(train, ("checkpoints",), model, saved)
@@ -240,6 +248,7 @@ def perplexity(
     """
     with front_door(model) as model:
         check_language_model(model)
+        check_types({"seq_len": seq_len, "max_windows": max_windows}, TYPICAL)
         check_fields(EvaluateArgs(eval_seq_len=seq_len, eval_max_windows=max_windows, eval_bos=bos))
         tokens = read_tokens(data, model, tokenizer, split, text_field)
         return measure(model, tokenizer, tokens, seq_len, max_windows, bos).value
@@ -297,7 +306,10 @@ def saved_progress(
     """The checkpoints in a directory, which is created; None without one."""
     if folder is None:
         return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"checkpoints={str(folder)!r}: cannot be created ({error.strerror}); give a folder") from error
     identity = {name: list(value) if isinstance(value, tuple) else value for name, value in identity.items()}  # as JSON
     return Checkpoints(Path(folder), identity | {"digest": digest_of(model, arrays_of(batches))})
 
@@ -319,11 +331,26 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_language_model(model: nn.Module, what: str = "model") -> None:
-    """Raises InputError, which begins with `what`, unless it is a causal language model of transformers."""
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+    """Raises InputError, which begins with `what`, unless it is a causal language model whose outputs have names."""
+    config = getattr(model, "config", None)
+    if config is None or getattr(model, "get_output_embeddings", lambda: None)() is None:
         reason = f"{type(model).__name__} is not a causal language model of transformers"
         raise InputError(f"{what}: {reason}; load it with AutoModelForCausalLM")
     refuse_not_causal(model, what)
+    if False in (getattr(part, "return_dict", True) for part in (config, config.get_text_config())):
+        remedy = f"set return_dict = True in {what}.config, and in its text_config if there is one"
+        raise InputError(f"{what}: returns tuples (return_dict is false); {remedy}")
+
+
+def check_types(options: dict, known: dict) -> None:
+    """Raises InputError for an option whose value has another type than its default, such as "0.1" for 0.1."""
+    for name, value in options.items():
+        default = known[name]
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        if default is None or value is None:
+            continue
+        if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
+            raise InputError(f"{name}={value!r}: must be of type {type(default).__name__}")
 
 
 @contextmanager

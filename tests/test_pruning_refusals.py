@@ -27,6 +27,11 @@ def with_adapter(model):
     return peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
 
 
+def with_tuples(model):
+    model.config.return_dict = False
+    return model
+
+
 COMPUTED = {
     "parametrization": lambda layer: torch.nn.utils.parametrizations.weight_norm(layer),
     "weight_norm": lambda layer: torch.nn.utils.weight_norm(layer),
@@ -178,6 +183,16 @@ REFUSALS = {
         "masks='m.safetensors': not a dict, layer name -> mask; give the masks of prune_ or load_masks",
     ),
     "list as masks": (saves([TOKENS[0]]), "]: not a dict, layer name -> mask"),
+    "masks before the file": (
+        lambda m, t: proxsparse.save_masks({"a": HALF}, "m.safetensors"),
+        "path={'a': tensor",
+    ),
+    "no file of masks": (lambda m, t: proxsparse.load_masks(None), "path=None: not a path; give a str or a pathlib"),
+    "checkpoints": (prunes("wanda", TEXTS, checkpoints=5), "checkpoints=5: not a path"),
+    "checkpoints of a training": (
+        lambda m, t: proxsparse.finetune_(m, None, TEXTS, t, checkpoints=5),
+        "checkpoints=5: not a path",
+    ),
     "sparse masks": (
         saves({"a": HALF.to_sparse()}),
         "masks: layer a has torch.bool [1, 8] torch.sparse_coo; give torch.bool",
@@ -221,6 +236,7 @@ REFUSALS = {
     "inference mode": (in_inference_mode, "model: cannot be changed in torch.inference_mode(); load it, and call"),
     "method": (prunes("wandb", TEXTS), "method 'wandb': no such method; choose from"),
     "option": (prunes("sparsegpt", TEXTS, dampng=1), "method 'sparsegpt' has no option 'dampng'; its options: damping"),
+    "type": (prunes("sparsegpt", TEXTS, damping="0.1"), "damping='0.1': must be of type"),
     "expression": (prunes("magnitude", include="mlp"), "include='mlp': must be a list of regular expressions"),
     "expressions": (prunes("magnitude", exclude=["mlp", 5]), "exclude=['mlp', 5]: must be a list of regular"),
     "expression, finetune_": (
@@ -228,7 +244,7 @@ REFUSALS = {
         "include=5: must be a list of regular expressions",
     ),
     "seed": (prunes("wanda", TEXTS, seed=-1), "seed -1: must be between 0 and"),
-    "text": (prunes("wanda", TEXTS, num_samples="8"), "num_samples 8: must be at least 1"),
+    "text": (prunes("wanda", TEXTS, num_samples="8"), "num_samples='8': must be of type"),
     "batches": (
         prunes("proxsparse", TEXTS, gradient_accumulation_steps=99),
         "gradient_accumulation_steps 99: a step on 1 processes needs 99 batches",
@@ -241,6 +257,12 @@ REFUSALS = {
     "unknown layer": (prunes("magnitude", pattern={"lm_head": "2:4"}), "layer lm_head: no such nn.Linear to prune"),
     "no layer": (lambda m, t: proxsparse.prune_(without_layers(tiny_model("llama"))), "no layer to prune: 0 nn.Linear"),
     "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),
+    "tuples": (lambda m, t: proxsparse.prune_(with_tuples(m), "wanda", TEXTS, t), "model: returns tuples"),
+    "tuples, perplexity": (
+        lambda m, t: proxsparse.perplexity(with_tuples(m), t, TEXTS),
+        "set return_dict = True in model.config",
+    ),
+    "tuples, teacher": (tunes(lambda m: with_tuples(tiny_model("llama"))), "set return_dict = True in teacher.config"),
     "adapters": (lambda m, t: proxsparse.prune_(with_adapter(m), "magnitude"), "model: has adapters of peft"),
     "offloaded": (lambda m, t: proxsparse.prune_(offloaded(m), "magnitude"), "model: has weights that are offloaded"),
     "packed": (
