@@ -38,17 +38,7 @@ def quit_at_once(_number, _frame) -> None:
     os._exit(130)
 
 
-def explain_missing_package(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Ends a command that cannot be imported with one line: proxsparse was installed without its dependencies."""
-    if isinstance(error, ModuleNotFoundError) and not os.environ.get("PROXSPARSE_DEBUG"):
-        sys.stderr.write(f"error: {error.name} is not installed; install proxsparse with its dependencies\n")
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
 started_as = command_line_of_ours()
-if started_as:
-    sys.excepthook = explain_missing_package
 # `proxsparse --help` and an unknown command do not need torch, whose import takes seconds.
 needs_torch = started_as != "proxsparse" or (sys.argv[1:] or [""])[0] in COMMANDS
 if started_as and sys.argv[0] == "-m" and not sys.flags.safe_path and sys.path[0] == os.getcwd() != PACKAGE_PARENT:

@@ -18,7 +18,7 @@ from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import apply_masks_
 from proxsparse.run.args import BOS_HELP
 from proxsparse.run.result import finite
-from proxsparse.run.sections import BOS
+from proxsparse.run.sections import windows_text
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import PRECISIONS, choose_device, choose_precision, precision_name, version
 from proxsparse.runtime.progress import write_line
@@ -153,8 +153,7 @@ def report(row: dict, json_file: str | None) -> None:
 def sentence(row: dict) -> str:
     """A row in words."""
     if "data" in row:
-        windows = f"{row['windows']} windows of {row['seq_len']} tokens{BOS[row['bos']]}"
-        return f"perplexity {row['perplexity']:.3f} on {row['data']}: {windows}"
+        return f"perplexity {row['perplexity']:.3f} on {row['data']}: {windows_text(row)}"
     if "error" in row:
         return f"{row['task']}: failed: {row['error']}"
     if "tasks" in row:

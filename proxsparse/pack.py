@@ -159,13 +159,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--bits", type=int, choices=BITS, default=16, help=bits_help)
     calibrate_help = "text for rounding by GPTQ, which needs minutes: c4, a file or a Hub data set; without: to nearest"
     add("--calibrate", metavar="SOURCE", help=calibrate_help)
-    samples_help = f"documents of --calibrate; default: {NUM_SAMPLES}"
-    add("--num_samples", type=int, metavar="N", help=samples_help)
+    add("--num_samples", type=int, metavar="N", help=f"documents of --calibrate; default: {NUM_SAMPLES}")
     seq_len_help = f"largest number of tokens of a document; default: {SEQ_LEN}, at most the context of the model"
     add("--seq_len", type=int, metavar="N", help=seq_len_help)
     add("--text_field", metavar="NAME", help="the field of a row that holds the text; default: text")
-    limit_help = "largest file, also limits memory; default: 5GB"
-    add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="largest file, also limits memory; default: 5GB")
     options = parser.parse_args(arguments)
     of_packing = ("include", "exclude", "bits", "calibrate", *OF_CALIBRATION)
     given = [f"--{name}" for name in of_packing if getattr(options, name) != parser.get_default(name)]

@@ -1,9 +1,4 @@
-"""`proxsparse prune --method NAME`: prune a pretrained language model by any of the methods.
-
---list prints the methods. A run writes the pruned model as a Hugging Face checkpoint with its
-tokenizer, masks.safetensors, config.yaml with every flag, and result.json. The same command line with
---resume_from_checkpoint last continues a stopped run, starts a new one, or leaves a complete one as it is.
-"""
+"""`proxsparse prune --method NAME`: prune a pretrained language model by any of the methods; --list prints them."""
 
 import sys
 

@@ -50,10 +50,10 @@ def test_paper_recipes_hold_the_papers_table():
 def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
     assert parse_train([]).output.recipe == "demo"
     assert parse_train(["--model", "x"]).output.recipe is None
-    (tmp_path / "c.yaml").write_text("recipe: llama-2-7b\nnum_samples: 7\nlearning_rate: 3e-4\ninclude: [mlp]\n")
+    (tmp_path / "c.yaml").write_text("recipe: llama-2-7b\nnum_samples: 7\nlearning_rate: 3e-4\ninclude: [mlp, -x]\n")
     args = parse_train(["--config", str(tmp_path / "c.yaml"), "--learning_rate", "0.5"])
     assert (args.options.learning_rate, args.data.num_samples, args.options.reg_lambda) == (0.5, 7, 0.25)
-    assert args.model.include == ["mlp"]
+    assert args.model.include == ["mlp", "-x"]
 
 
 @pytest.mark.parametrize(

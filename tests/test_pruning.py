@@ -20,7 +20,7 @@ import proxsparse
 from proxsparse import prune
 from proxsparse.errors import InputError
 from proxsparse.inference.convert import unsparsify_
-from proxsparse.io.mask_files import recorded_masks
+from proxsparse.io.mask_files import read_masks
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import copy_weights
 from proxsparse.patterns import NMPattern
@@ -349,7 +349,7 @@ def test_the_patterns_of_masks_are_found(tmp_path):
     features = {"1:2": 30, "2:4": 30, "5:7": 896, "12:14": 896, "16:32": 896, "2:30": 30, "62:64": 896, "1:64": 64}
     masks = {pattern: proxsparse.nm_mask(torch.rand(64, count), pattern) for pattern, count in features.items()}
     proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
-    assert all(str(found) == pattern for pattern, found in recorded_masks(tmp_path)[0].items())
+    assert all(str(found) == pattern for pattern, found in read_masks(tmp_path / "masks.safetensors")[1].items())
 
 
 def test_a_class_without_a_file_is_pruned(model):

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proxsparse.errors import InputError, require_path
+from proxsparse.errors import InputError
 from proxsparse.io.atomic import atomic_write
-from proxsparse.io.output_folder import MASKS
 from proxsparse.patterns import MIXED, NMPattern, PatternLike, pattern_name, pattern_of_mask
 
 MASK_FORMAT = "proxsparse-masks-1"
@@ -64,7 +63,6 @@ def save_masks(
     """
     from safetensors.torch import save_file
 
-    require_path("path", path)
     if not Path(path).parent.is_dir():
         raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
     if Path(path).is_dir():
@@ -130,7 +128,6 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
     """
     from safetensors import SafetensorError, safe_open
 
-    require_path("path", path)
     if not Path(path).is_file():
         what = (
             "a directory; give the masks.safetensors in it" if Path(path).is_dir() else "no such file; check the path"
@@ -165,18 +162,6 @@ def read_rows(path: Path | str, rows: Mapping[str, slice]) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:
         columns = json.loads(file.metadata()["in_features"])
         return {name: unpack_mask(file.get_slice(name)[chosen], columns[name]) for name, chosen in rows.items()}
-
-
-def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, str]]:
-    """What the masks.safetensors in a folder records: layer name -> pattern; the entries of `base_identity`.
-
-    ({}, {}) if there is no file. Raises InputError as `read_masks`.
-    """
-    path = Path(folder) / MASKS
-    if not path.is_file():
-        return {}, {}
-    _, patterns, metadata = read_masks(path)
-    return patterns, {key: metadata.get(key, "") for key in BASE}
 
 
 def mark_updated(path: Path) -> None:

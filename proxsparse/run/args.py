@@ -42,6 +42,7 @@ class ModelArgs:
 class PrunedModelArgs(ModelArgs):
     """The pruned model and its teacher."""
 
+    model: str | None = flag(None, "the same as MODEL")
     pattern: str | None = flag(None, "N:M of the pruned layers; default: those in masks.safetensors, else of the zeros")
     teacher: str | None = flag(
         None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned"

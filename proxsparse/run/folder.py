@@ -1,8 +1,6 @@
 """A run and its output directory: opening, saving the model, scoring, finishing."""
 
-import itertools
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ from proxsparse.data.calibration import arrays_of
 from proxsparse.errors import InputError, full_disk, is_lost_process
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
-from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
+from proxsparse.io.atomic import atomic_directory, require_space, write_file
 from proxsparse.io.checkpoints import CHECKPOINTS, STEP, TOKENS, Checkpoints, digest_of, saved_names, step_of
 from proxsparse.io.mask_files import masks_sha256, save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
@@ -34,7 +32,7 @@ from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
 from proxsparse.run.given import GivenMasks
 from proxsparse.run.model_card import card_text
 from proxsparse.run.report import write_report
-from proxsparse.run.sections import NAMES, counted, shortened
+from proxsparse.run.sections import counted
 from proxsparse.runtime.device import choose_precision
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
 from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_and_move_
@@ -128,7 +126,7 @@ class Run:
         complete run removes its checkpoints. Returns the exit code: 0, or 128 + the number of the signal that stopped
         the run. `samples`: number of calibration samples; None: the method needs none.
         """
-        signal, path, eval_data = pruned.stop.number, self.folder.path, self.args.evaluate.eval_data
+        signal, path = pruned.stop.number, self.folder.path
         code = 128 + signal if signal else 0
         contenders = {"finetune" if self.args.finetune else self.args.method: pruned.masks} | pruned.baselines
         if not signal:
@@ -137,7 +135,7 @@ class Run:
             self.scores |= scores
         if not is_rank_zero():
             return code
-        table = None if signal else results.perplexity_table(self.scores, eval_data)
+        table = None if signal else results.perplexity_table(self.scores, self.args.evaluate.eval_data)
         warnings = results.warnings_for(table, pruned.figures, samples, self.args)
         figures = {
             "status": "complete" if pruned.complete else "interrupted",
@@ -152,22 +150,15 @@ class Run:
             "warnings": [*self.model.source.notes, *warnings],
         }
         result = results.as_result(self.args, self.device, figures)
-        has_metrics = (path / METRICS).exists()
-        if has_metrics:
-            sync(path / METRICS)
         write_file(path / "README.md", card_text(result).encode(errors="replace"))
         write_file(path / RESULT, (json.dumps(results.finite(result), indent=2) + "\n").encode())
-        if has_metrics:
+        if (path / METRICS).exists():
             write_report(path)
         print(results.summary(result, path))
         if not pruned.complete:
             print(f"{progress_text(saved_names(path))} saved; {how_to_resume(path)}", file=sys.stderr)
             return code
         output_folder.remove_checkpoints(path)
-        missing = ", ".join(NAMES.get(name, name) for name in contenders if name not in (table or {}))
-        if missing and eval_data != "none":
-            text = f"the model is complete, but not every perplexity was measured (missing: {missing})"
-            print(f"{text}; proxsparse evaluate {path} measures that of the model", file=sys.stderr)
         return code
 
 
@@ -196,8 +187,6 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
 
 def output_dir_of(args: RunArgs) -> Path:
     """--output_dir, else a new one. Raises InputError if a run without --output_dir is to be resumed."""
-    if args.output.output_dir == "":
-        raise InputError("--output_dir '': empty; give a name")
     if args.output.output_dir is not None:
         return Path(args.output.output_dir)
     if args.output.resume_from_checkpoint is not None:
@@ -255,18 +244,12 @@ def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: 
     return model
 
 
-def nothing_left(folder: OutputFolder, args: RunArgs) -> bool:
+def nothing_left(folder: OutputFolder) -> bool:
     """Whether the resumed run is complete. If so, repeats the last actions, which a kill may have prevented."""
     if not folder.complete:
         return False
     if (folder.path / METRICS).exists():
         write_report(folder.path)
     output_folder.remove_checkpoints(folder.path)
-    print(f"{folder.path}: this run is complete; nothing to do")
-    made, asked = output_folder.read_result(folder.path).get("config", {}), vars(args.evaluate)
-    if asked["eval_data"] != "none" and any(made.get(name) != shortened(value) for name, value in asked.items()):
-        flags = [(f"--{name.removeprefix('eval_')}", str(value)) for name, value in asked.items() if value is not None]
-        flags += [("--text_field", args.data.text_field)] * (args.data.text_field != "text")
-        command = shlex.join(["proxsparse", "evaluate", str(folder.path), *itertools.chain(*flags)])
-        print(f"the evaluation of these flags was not made; to make it: {command}")
+    print(f"this run is complete; nothing to do; proxsparse evaluate {folder.path} measures it on other texts")
     return True

@@ -25,14 +25,9 @@ class GivenMasks:
     recorded: dict[str, str]  # the metadata of masks.safetensors; {}: there is no file
     base: dict[str, str]  # `base_identity` of the dense model that the file names, else of the given model
 
-    @property
-    def names_base(self) -> bool:
-        """Whether the file names the dense model."""
-        return bool(self.recorded.get("base_model"))
-
     def differ_from_base(self, masks: dict[str, Tensor]) -> bool:
         """Whether the given weights under these masks are other weights than those of the base under them."""
-        if not self.names_base:
+        if not self.recorded.get("base_model"):
             return False
         updated, again = self.recorded.get("updated") == "true", self.masks.keys() & masks.keys()
         return updated or any(bool((masks[name] & ~self.masks[name]).any()) for name in again)
@@ -40,22 +35,22 @@ class GivenMasks:
 
 def given_masks(name: str, model: nn.Module) -> GivenMasks:
     """The masks of a model that was loaded by this name. Raises InputError if it is not pruned by its masks file."""
-    masks: dict[str, Tensor] = {}
+    path, linears = Path(name) / MASKS, body_linears(model)
+    masks: dict[str, Tensor] = {}  # stay on rank zero
 
     def read() -> tuple:
-        path, linears = Path(name) / MASKS, body_linears(model)
-        if path.is_file():
-            found, patterns, recorded = read_masks(path)
-            for layer, mask in found.items():
-                if what := mismatch(linears.get(layer), mask):
-                    remedy = "make the model with proxsparse apply, or delete the file; then its zeros are the mask"
-                    raise InputError(f"{path}: the mask of layer {layer} does not fit: {what}; {remedy}")
-        else:
-            patterns, recorded = patterns_of(linears), {}
-            found = {layer: nm_mask(linears[layer].weight.detach().abs(), each) for layer, each in patterns.items()}
-        masks.update(found)
-        base = {key: recorded.get(key, "") for key in BASE} if recorded.get("base_model") else None
-        return patterns, recorded, base or base_identity(name, model)
+        if not path.is_file():
+            patterns = patterns_of(linears)
+            masks.update({layer: nm_mask(linears[layer].weight.detach().abs(), patterns[layer]) for layer in patterns})
+            return patterns, {}, base_identity(name, model)
+        recorded_masks, patterns, recorded = read_masks(path)
+        for layer, mask in recorded_masks.items():
+            if what := mismatch(linears.get(layer), mask):
+                remedy = "make the model with proxsparse apply, or delete the file; then its zeros are the mask"
+                raise InputError(f"{path}: the mask of layer {layer} does not fit: {what}; {remedy}")
+        masks.update(recorded_masks)
+        named = recorded.get("base_model")
+        return patterns, recorded, {key: recorded.get(key, "") for key in BASE} if named else base_identity(name, model)
 
     return GivenMasks(masks, *on_rank_zero(read))
 

@@ -20,7 +20,7 @@ from proxsparse.methods.pruned import Pruned
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import prunable_layers, refuse_packed, routers
 from proxsparse.models.loading import load_model
-from proxsparse.patterns import NMPattern, pattern_of_zeros
+from proxsparse.patterns import NMPattern
 from proxsparse.run import folder as run_folder
 from proxsparse.run import memory
 from proxsparse.run import result as results
@@ -28,10 +28,10 @@ from proxsparse.run.args import RunArgs
 from proxsparse.run.folder import Run
 from proxsparse.run.given import given_masks
 from proxsparse.run.sections import counted
-from proxsparse.run.teacher import check_tokens, load_teacher
+from proxsparse.run.teacher import load_teacher
 from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device
-from proxsparse.runtime.distributed import on_rank_zero, world_size
+from proxsparse.runtime.distributed import local_world_size, on_rank_zero, world_size
 from proxsparse.runtime.progress import write_line
 from proxsparse.training.held_layer import recorded_rows, require_held
 
@@ -52,11 +52,10 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     distributed.init_process_group(device)
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
-        if on_rank_zero(lambda: run_folder.nothing_left(folder, args)):
+        if on_rank_zero(lambda: run_folder.nothing_left(folder)):
             return 0
         if args.training:
-            processes = world_size(), distributed.local_world_size()
-            on_rank_zero(lambda: memory.require_memory(args, device, folder.path, *processes))
+            on_rank_zero(lambda: memory.require_memory(args, device, folder.path, world_size(), local_world_size()))
         return work(Run(args, folder, device))
 
 
@@ -104,20 +103,23 @@ def finetune_model(run: Run) -> int:
 
     load(run, True)
     run.given = given_masks(args.model.model, run.model)
-    recorded = run.given.patterns if run.given.recorded else None
+    teacher, base = None, {} if args.model.teacher else run.given.base
+    if args.options.distill:
+        teacher = args.model.teacher or run.given.recorded.get("base_model")
+        if not teacher:
+            reason = f"{args.model.model} has no masks.safetensors that names the dense model"
+            raise InputError(f"--teacher is missing: {reason}; give it, or train without a teacher: --distill 0")
+    recorded = run.given.patterns if run.given.recorded else {}
+    names = sorted({*map(str, recorded.values())})
+    if pattern and names not in ([], [pattern]):
+        what = f"the masks of {args.model.model} are {', '.join(names)}"
+        raise InputError(f"--pattern {pattern}: {what}; leave --pattern out")
     run.layers = prunable_layers(run.model, recorded or pattern or "2:4", args.model.include, args.model.exclude)
-    run.patterns = {
-        name: recorded[name] if recorded else NMPattern.parse(pattern or pattern_of_zeros(name, layer.weight) or "2:4")
-        for name, layer in run.layers.items()
-    }
+    run.patterns = {name: NMPattern.parse(pattern or run.given.patterns.get(name, "2:4")) for name in run.layers}
     require_held(run.layers, run.patterns)
     on_rank_zero(lambda: describe_layers(run))
     for name in run.layers:  # read again below, by each process its rows
         run.given.masks.pop(name, None)
-    teacher = args.model.teacher or (run.given.base["base_model"] if args.options.distill else None)
-    teacher_base = {} if args.model.teacher else run.given.base
-    if teacher:
-        check_tokens(run.tokenizer, teacher, teacher_base)
 
     batches, seq_len = calibrate(run, True)
     checkpoints = run.checkpoints(batches)
@@ -125,7 +127,7 @@ def finetune_model(run: Run) -> int:
 
     with autocast(run.device, run.compute_dtype):
         masks = recorded_rows(Path(args.model.model) / MASKS, run.layers) if recorded else None
-        pruned = fine_tuned(run, "pruned", batches, checkpoints, teacher, teacher_base, masks)
+        pruned = fine_tuned(run, "pruned", batches, checkpoints, teacher, base, masks)
 
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "teacher": teacher}
     figures |= run.save(pruned)
@@ -165,7 +167,8 @@ def fine_tuned(
     """
     dense = None
     if teacher:
-        dense, identity = load_teacher(teacher, run.model, base, run.args.hardware.shard_within_node)
+        within_node = run.args.hardware.shard_within_node
+        dense, identity = load_teacher(teacher, run.model, run.tokenizer, base, within_node)
         checkpoints = replace(checkpoints, identity=checkpoints.identity | identity)
     run.scores[name] = run.evaluate(run.model, name)  # after the teacher has been checked
     if dense is not None and not run.scores.keys() & {"dense", "given"}:  # `prune --finetune` has measured it
@@ -176,11 +179,11 @@ def fine_tuned(
 
 def describe_layers(run: Run) -> None:
     """Prints lines on routers that stay dense, and on layers that are pruned before the run."""
-    before, finetune = run.given.patterns, run.args.command == "finetune"
+    before, prunes = run.given.patterns, run.args.command != "finetune"
     dense = [name for name in routers(run.model) if name not in {**run.layers, **before}]
-    if dense and not run.args.model.exclude and not finetune:
+    if prunes and dense and not run.args.model.exclude:
         write_line(f"{len(dense)} routers stay dense, such as {dense[0]}; to prune them too: --include router gate .")
-    if before and not finetune:
+    if prunes and before:
         write_line(f"this run starts from a pruned model: {counted(before)}, such as {next(iter(before))}")
     if others := [name for name in before if name not in run.layers]:
         write_line(f"{len(others)} pruned layers are not selected, such as {others[0]}: they keep weights and masks")

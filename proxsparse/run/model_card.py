@@ -33,8 +33,6 @@ def card_text(result: dict) -> str:
     given = "those of the given model" if already else "the pretrained ones"
     name, others = f"with {method}", f"All other parameters are {given}."
     how = f"The mask was chosen by `{method}` ({result.get('paper')})."
-    if method == "proxsparse":
-        name, how = "with ProxSparse", "The mask was learned by ProxSparse (ICML 2025)."
     if method == "finetune" or result["config"].get("finetune"):
         held = "trained while the mask was held."
         name = "and fine-tuned" if method == "finetune" else f"{name} and fine-tuned"

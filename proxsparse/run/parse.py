@@ -92,10 +92,9 @@ def parse_finetune(arguments: list[str] | None) -> RunArgs:
     )
     what = "folder of the pruned model, such as the --output_dir of proxsparse train"
     parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=what)
-    given = vars(add_sections(parser, "finetune", {"model"}).parse_args(arguments))
+    given = vars(add_sections(parser, "finetune").parse_args(arguments))
     if given.get("config"):
-        with_model = add_sections(Parser("finetune"), "finetune")
-        given = over(file_flags(given["config"], "--config", with_model), given)
+        given = over(file_flags(given["config"], "--config", parser), given)
     if "model" not in given:
         raise InputError("MODEL is missing; give the folder of a pruned model: proxsparse finetune MODEL")
     return checked("finetune", "finetune", UNIFORM, given)
@@ -114,7 +113,8 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     asked, others = chooser.parse_known_args(arguments)
     in_file = read_yaml(Path(asked.config), "--config") if "config" in asked else {}
     asked = in_file | vars(asked)
-    method, allocation, finetune = chosen(asked)
+    method, allocation = asked.get("method"), str(asked.get("allocation") or UNIFORM)
+    finetune = str(asked.get("finetune")).lower() == "true"  # a file may have it as text
     if finetune and method in list_methods() and "learning_rate" in get_method(method).options:  # trains by itself
         remedy = "run proxsparse finetune on its --output_dir afterwards"
         raise InputError(f"--finetune: not with --method {method}; {remedy}")
@@ -127,16 +127,9 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     given = vars(parser.parse_args(arguments))  # --help ends here
     if method not in list_methods():
         what = f"--method {method!r}: no such method" if method else "--method is missing"
-        training = in_file and not method
-        train = f"; the config.yaml of a training: proxsparse train --config {given['config']}" if training else ""
-        raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them{train}")
-    if in_file:  # the command line may choose other options than those of its method
-        of_file = {"method": method, "allocation": allocation, "finetune": finetune} | in_file
-        training = of_file["method"] == PROXSPARSE
-        of_file = train_parser() if training else prune_parser(*chosen(of_file))
-        from_file = file_flags(given["config"], "--config", of_file, OF_TRAIN if training else ())
-        known = {action.dest for action in parser._actions}
-        given = over({name: value for name, value in from_file.items() if name in known}, given)
+        raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them")
+    if in_file:
+        given = over(file_flags(given["config"], "--config", parser), given)
     args = checked("prune", method, allocation, given)
     rows = (get_method(method), get_allocation(allocation))
     values = rows[0].options | rows[1].options | given | vars(args.hardware)
@@ -146,24 +139,16 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     return args
 
 
-def chosen(settings: dict[str, object]) -> tuple[object, str, bool]:
-    """The method, the allocation and --finetune of `prune`, which decide about the other flags."""
-    finetune = str(settings.get("finetune")).lower() == "true"  # a file may have it as text
-    return settings.get("method"), str(settings.get("allocation") or UNIFORM), finetune
-
-
 def prune_parser(method: str | None, allocation: str, finetune: bool = False) -> Parser:
     """The flags of `proxsparse prune`, with the options of a method, if it exists, an allocation, and --finetune."""
+    more = "--help lists the flags, --method NAME --help also those of the method, --finetune --help those of training"
     parser = Parser(
         "prune",
         usage="%(prog)s --method NAME [--flag VALUE ...]",
         description="Prune a pretrained language model to N:M sparsity; --list prints the methods.",
-        epilog="--method NAME --help also describes the options of that method, --finetune --help those of training.",
+        epilog=more,
     )
-    parser.hint = (
-        "prune --help lists the flags, prune --method NAME --help also those of a method, prune --finetune --help "
-        "those of the training"
-    )
+    parser.hint = more
     parser.add_argument("--list", action="store_true", default=argparse.SUPPRESS, help="print the methods, and exit")
     add_flag(parser, "method", str, f"one of: {', '.join(list_methods())}")
     what = f"how N:M of each decoder block is chosen; one of: {', '.join(ALLOCATIONS)} (default: {UNIFORM})"
@@ -188,28 +173,22 @@ def file_flags(path: Path | str, what: str, parser: Parser, ignored: tuple = ())
 
     Raises InputError if it is malformed, or has an unknown flag or value.
     """
-    arguments, settings = [], dict(item for item in read_yaml(Path(path), what).items() if item not in ignored)
+    given = read_yaml(Path(path), what).items()
+    settings = {name: value for name, value in given if value is not None and (name, value) not in ignored}
+    arguments = []
     for name, value in settings.items():
         if name in NOT_REPEATED:
             raise InputError(f"{what} {path}: {name} is not a flag that a file can set")
-        if value is None:
-            continue
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, str | int | float | date) or (isinstance(item, bool) and item is not value):
                 raise InputError(f"{what} {path}: --{name}: {item!r:.60} is not text or a number; put it in quotes")
-            if isinstance(value, list) and str(item).startswith("-"):  # it would be read as a flag
-                reason = "an item of a list cannot begin with a hyphen; in a regular expression write [-]"
-                raise InputError(f"{what} {path}: --{name}: {item!r:.60}: {reason}")
-        if isinstance(value, list):
-            arguments += [f"--{name}", *map(str, value)]
-        else:
-            arguments.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+            arguments.append(f"--{name}={str(item).lower() if isinstance(item, bool) else item}")
     try:
         found = vars(parser.parse_args(arguments))
     except InputError as error:
         raise InputError(f"{what} {path}: {error}") from error
     for name, value in settings.items():
-        if isinstance(value, bool) and not isinstance(found.get(name), bool):
+        if isinstance(value, bool | list) and not isinstance(found.get(name), type(value)):
             raise InputError(f"{what} {path}: --{name}: YAML reads this value as {value}; put it in quotes")
     return found
 
@@ -224,10 +203,10 @@ KINDS = {bool: (true_or_false, "true|false"), int: (int, "N"), float: (float, "X
 GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of --help
 
 
-def add_sections(parser: Parser, command: str, skip: set[str] = frozenset(), more: tuple[type, ...] = ()) -> Parser:
-    """Adds a flag for every field of the sections of a command and `more`, except `skip`, in its group of --help."""
+def add_sections(parser: Parser, command: str, more: tuple[type, ...] = ()) -> Parser:
+    """Adds a flag for every field of the sections of a command and `more`, in its group of --help."""
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    added = {*skip, *HIDDEN[command]}
+    added = {*HIDDEN[command]}
     for section in (*SECTIONS[command], *more):
         kinds = typing.get_type_hints(section)
         for field in dataclasses.fields(section):
@@ -243,7 +222,9 @@ def add_sections(parser: Parser, command: str, skip: set[str] = frozenset(), mor
 def add_flag(parser, name: str, kind, help_text: str, choices: tuple[str, ...] = ()) -> None:
     """Adds one flag; without it on the command line it is absent from the result."""
     plain = next((plain for plain in KINDS if kind in (plain, plain | None)), str)
-    shape = {"nargs": "?", "const": True} if plain is bool else {"nargs": "+"} if kind == list[str] | None else {}
+    shape = {"nargs": "?", "const": True} if plain is bool else {}
+    if kind == list[str] | None:
+        shape = {"nargs": "+", "action": "extend"}
     convert, metavar = KINDS[plain]
     shape |= {"type": convert, "metavar": "|".join(choices) or metavar, "default": argparse.SUPPRESS}
     parser.add_argument(f"--{name}", help=help_text.replace("%", "%%"), **shape)

@@ -16,7 +16,6 @@ from proxsparse.io.output_folder import METRICS, RESULT
 from proxsparse.run.sections import duration, number, page, perplexity_text, share, table, top_text
 from proxsparse.runtime.progress import phase
 
-PLOTTABLE = 1e30  # larger values overflow in matplotlib's axes
 FIGURES = {  # key of result.json -> name and format in the report; the methods have different ones
     "steps": ("steps", number),
     "tokens": ("tokens", number),
@@ -48,17 +47,19 @@ def write_report(run_dir: Path) -> list[str]:
     """Writes report.md and the plots of a complete, interrupted or running run, each atomically. Returns their names.
 
     Raises:
-        InputError: no metrics.jsonl, or a malformed file; names the file and the line.
+        InputError: no metrics.jsonl, or a malformed file.
     """
     with phase("report") as current:
-        rows, path = read_metrics(run_dir), run_dir / RESULT
-        result = parsed(path.read_bytes(), str(path)) if path.is_file() else None
+        path = run_dir / RESULT
         try:
-            plots = draw_plots(rows, (result or {}).get("mask_similarity", ()))
+            rows, result = read_metrics(run_dir), json.loads(path.read_bytes()) if path.is_file() else None
+            plots = draw_plots(rows, result.get("mask_similarity", ()) if result else ())
             files = (plots or {}) | {"report.md": report_text(rows, result, plots).encode(errors="replace")}
-        except Exception as error:  # of many types: any value of the file may be missing or of another type
-            reason = f"cannot be shown ({type(error).__name__}: {error})"
-            raise InputError(f"{path}: {reason}; use the version that wrote it, or delete it") from error
+        except InputError:
+            raise
+        except Exception as error:  # of many types: any value of the files may be missing or of another type
+            reason = f"{METRICS} or {RESULT} cannot be shown ({type(error).__name__}: {error})"
+            raise InputError(f"{run_dir}: {reason}; use the version that wrote them, or delete them") from error
         for name, content in files.items():
             write_file(run_dir / name, content)
         current.result = "wrote report.md"
@@ -71,30 +72,8 @@ def read_metrics(run_dir: Path) -> list[dict]:
     if not path.is_file():
         reason = "the run has not logged a step yet, or trains nothing; wait, or give the --output_dir of another run"
         raise InputError(f"{run_dir}: no metrics.jsonl: {reason}")
-    lines = path.read_bytes().splitlines()
-    rows = []
-    for index, line in enumerate(lines, 1):
-        try:
-            row = parsed(line, f"{path}, line {index}")
-            for key in ("step", "loss", *(key for *_, key in PLOTS.values() if key in row)):
-                if not isinstance(row.get(key, ""), int | float | None):  # NaN and infinity are null in strict JSON
-                    raise InputError(f"{path}, line {index}: {key} is missing or not a number; delete this line")
-            rows.append(row)
-        except InputError:
-            if index < len(lines):
-                raise
-    return rows
-
-
-def parsed(text: bytes, where: str) -> dict:
-    """The JSON object in a file or line. Raises InputError, which begins with `where`, if there is none."""
-    try:
-        record = json.loads(text)
-        if not isinstance(record, dict):
-            raise ValueError("expected a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON ({error}); fix or delete the file") from error
-    return record
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -> str:
@@ -130,8 +109,8 @@ def draw_plots(rows: Sequence[dict], similarity: Sequence[dict]) -> dict[str, by
         return None
     drawn = {}
     for name, (title, y_label, limits, key) in PLOTS.items():
-        points = similarity if key == "to_final" else rows
-        x, y = ([plottable(point[k]) for point in points if key in point] for k in ("step", key))
+        points = [point for point in (similarity if key == "to_final" else rows) if point.get(key) is not None]
+        x, y = ([point[k] for point in points] for k in ("step", key))
         if not any(map(math.isfinite, y)):
             continue
         axes = Figure((6, 3.5), dpi=110, layout="constrained").add_subplot(xlabel="optimizer step", ylabel=y_label)
@@ -151,8 +130,3 @@ def draw_plots(rows: Sequence[dict], similarity: Sequence[dict]) -> dict[str, by
         axes.figure.savefig(png, format="png")
         drawn[name] = png.getvalue()
     return drawn
-
-
-def plottable(value: float | None) -> float:
-    """The value, or NaN (a gap in the line) if it cannot be drawn."""
-    return value if value is not None and abs(value) < PLOTTABLE else math.nan

@@ -20,7 +20,7 @@ from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.models.unfold_linears import unfolded_layers
 from proxsparse.patterns import NMPattern, pattern_name
 from proxsparse.run.args import PROXSPARSE, EvaluateArgs, RunArgs
-from proxsparse.run.sections import BOS, cost_text, counted, each_value, named_scores, shareable
+from proxsparse.run.sections import cost_text, counted, each_value, named_scores, shareable, windows_text
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes, precision_name
 from proxsparse.runtime.distributed import on_rank_zero, world_size
@@ -29,6 +29,8 @@ from proxsparse.runtime.distributed import on_rank_zero, world_size
 FEW_DECIDED = 0.5
 # A smaller share of dense weights in the decoder blocks is not printed.
 NOTABLE = 0.005
+# If a measurement of the perplexity at the end of a run does not end.
+COMPLETE = "the model is complete; proxsparse evaluate measures its perplexity"
 # The first entries of result.json, if the run has these flags.
 IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
@@ -74,11 +76,11 @@ def scores_under(
             scores[name] = evaluate(model, name)
     except KeyboardInterrupt as stop:
         code = TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
-        print("\ninterrupted", file=sys.stderr)
+        print(f"\ninterrupted; {COMPLETE}", file=sys.stderr)
     except Exception as error:  # of any type: that of a library, or out of memory
         if world_size() > 1:  # the other processes would wait for this one
             raise
-        print(f"measuring the perplexity failed: {describe_error(error)}", file=sys.stderr)
+        print(f"measuring the perplexity failed: {describe_error(error)}; {COMPLETE}", file=sys.stderr)
     return scores, code
 
 
@@ -172,14 +174,10 @@ def summary(result: dict, run_dir: Path) -> str:
     """The summary that is printed at the end of a run."""
     lines = []
     if table := result["perplexity"]:
-        lines += [
-            f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens{BOS[table['bos']]}"
-        ]
+        lines += [f"perplexity on {table['data']}, {windows_text(table)}"]
         lines += [f"  {name:<20}{score:>10.2f}" for name, score in named_scores(table).items()]
-    lines += [
-        f"layers ({result['allocation']}): {counted(result['patterns'])}; {result['kept']:.2%} of their weights kept"
-    ]
-    lines += [cost_text(result)]
+    kept = f"{counted(result['patterns'])}; {result['kept']:.2%} of their weights kept"
+    lines += [f"layers ({result['allocation']}): {kept}", cost_text(result)]
     if (dense := result["dense_share"]) >= NOTABLE:
         lines += [f"{dense:.1%} of the weights of the decoder blocks are in other layers and stay dense"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]

@@ -95,14 +95,18 @@ def named_scores(scores: dict | None) -> dict[str, float]:
     return {NAMES.get(key, key): value for key, value in (scores or {}).items() if key not in MEASURED_ON}
 
 
+def windows_text(measured: dict) -> str:
+    """What a perplexity was measured in, such as "12 windows of 2,048 tokens, bos before each"."""
+    bos = BOS.get(measured.get("bos"), "")
+    return f"{number(measured['windows'])} windows of {number(measured['seq_len'])} tokens{bos}"
+
+
 def perplexity_text(scores: dict | None) -> str:
     """The table of perplexities, and what they were measured on."""
     if scores is None:
         return "Not measured."
-    bos = BOS.get(scores.get("bos"), "")
-    windows = f"{number(scores['windows'])} windows of {number(scores['seq_len'])} tokens{bos}"
     scored = table(("weights", "perplexity"), *((name, number(value)) for name, value in named_scores(scores).items()))
-    return f"{scored}\n\n{scores['data']}; {windows}, {number(scores['tokens'])} tokens. Lower is better."
+    return f"{scored}\n\n{scores['data']}; {windows_text(scores)}, {number(scores['tokens'])} tokens. Lower is better."
 
 
 def cost_text(result: dict) -> str:
@@ -113,7 +117,7 @@ def cost_text(result: dict) -> str:
 
 def settings_text(result: dict) -> str:
     """The calibration data and the flags of a run."""
-    used = {name: result.get(name) for name in ("seq_len", "teacher", "precision")}
+    used = {name: result.get(name) for name in ("pattern", "seq_len", "teacher", "precision")}
     used |= {"eval_seq_len": (result["perplexity"] or {}).get("seq_len")}
     settings = {
         key: used.get(key, value) if value in (None, "auto") else value for key, value in result["config"].items()

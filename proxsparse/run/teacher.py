@@ -1,31 +1,34 @@
 """The teacher of `proxsparse finetune`: the dense model whose predictions the pruned model learns."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import digest_of
 from proxsparse.models.layers import decoder_blocks
-from proxsparse.models.loading import base_identity, load_model, load_tokenizer
+from proxsparse.models.loading import base_identity, load_model
 from proxsparse.runtime.distributed import on_rank_zero
 from proxsparse.runtime.sharding import shard_and_move_
 
 GIVE = "give the dense model that was pruned"
 
 
-def load_teacher(name: str, model: nn.Module, base: dict[str, str], within_node: bool) -> tuple[nn.Module, dict]:
+def load_teacher(
+    name: str, model: nn.Module, tokenizer, base: dict[str, str], within_node: bool
+) -> tuple[nn.Module, dict[str, str]]:
     """The teacher of the model, on its device, sharded like it; and its `identity_of`.
 
     Args:
         base: what masks.safetensors records of the teacher, see `models.loading.base_identity`; {}: --teacher is given.
     Raises:
-        InputError: it cannot be loaded, has another vocabulary, or is not the recorded model.
+        InputError: it cannot be loaded, has other tokens, or is not the recorded model.
     """
-    with named_teacher(base):
-        teacher, _ = load_model(name)
+    try:
+        teacher, tokenizer_of_teacher = load_model(name)
+    except InputError as error:
+        source = "; masks.safetensors names this model, to use another one, give --teacher" if base else ""
+        raise InputError(f"--teacher: {error}{source}") from error
     refuse_other_vocabulary(model, teacher, f"--teacher {name}")
+    refuse_other_tokens(tokenizer, tokenizer_of_teacher, f"--teacher {name}")
     if then := base.get("base_weights_sha256"):
         now = on_rank_zero(lambda: base_identity(name, teacher))["base_weights_sha256"]
         if now != then:
@@ -50,28 +53,16 @@ def refuse_other_vocabulary(model: nn.Module, teacher: nn.Module, what: str) -> 
         raise InputError(f"{what}: its vocabulary has {others:,} tokens, that of the model {own:,}; {GIVE}")
 
 
-def check_tokens(tokenizer, teacher: str, base: dict[str, str]) -> None:
-    """Raises InputError if a token id has different texts in the tokenizers of the model and of the teacher.
+def refuse_other_tokens(tokenizer, of_teacher, what: str) -> None:
+    """Raises InputError, which begins with `what`, if a token id has different texts in the tokenizers of the two.
 
-    An id that only one of the two has is accepted, such as that of an added padding token. `base`: see `load_teacher`.
+    An id that only one of them has is accepted, such as that of an added padding token.
     """
-    with named_teacher(base):
-        other = load_tokenizer(teacher)
-    own, others = ({i: text for text, i in tokens.get_vocab().items()} for tokens in (tokenizer, other))
+    own, others = ({i: text for text, i in tokens.get_vocab().items()} for tokens in (tokenizer, of_teacher))
     different = [i for i in sorted(own.keys() & others.keys()) if own[i] != others[i]]
     if different:
         i = different[0]
         raise InputError(
-            f"--teacher {teacher}: its tokens are not those of {tokenizer.name_or_path}: {len(different):,} token ids "
-            f"differ, such as {i}: {others[i]!r} in the teacher, {own[i]!r} in the model; {GIVE}"
+            f"{what}: its tokens are not those of {tokenizer.name_or_path}: {len(different):,} token ids differ, such "
+            f"as {i}: {others[i]!r} in the teacher, {own[i]!r} in the model; {GIVE}"
         )
-
-
-@contextmanager
-def named_teacher(base: dict[str, str]) -> Iterator[None]:
-    """Within the block an InputError gets the name of the flag. `base`: see `load_teacher`."""
-    try:
-        yield
-    except InputError as error:
-        source = "; masks.safetensors names this model, to use another one, give --teacher" if base else ""
-        raise InputError(f"--teacher: {error}{source}") from error

@@ -96,13 +96,12 @@ PRUNED = {  # damaged copies of the pruned model
     "cut-masks": lambda folder: shorten(folder, "masks.safetensors"),
     "other-masks": set_masks({UP: repeated("1100", 64, 32)}),
     "short-masks": set_masks({UP: repeated("1100", 32, 32)}),
-    "mixed-masks": set_masks({UP: repeated("1100", 64, 32), UP.replace("up", "down"): repeated("11111100", 32, 64)}),
     "base-gone": lambda folder: set_base(folder, "absent"),
     "base-changed": lambda folder: set_base(folder, str(folder.parent / "dense")),
 }
 SETTINGS = {"c": "lerning_rate: 1", "masked": "objective: masked", "rate": "learning_rate: 0.1", "obs": "method: obs"}
 SETTINGS |= {"no": "eval_data: no", "noes": "exclude: [no]", "list": "allocation: [x]", "mapping": "include: {a: b}"}
-SETTINGS |= {"flag": "include: [a, --data, b]", "empty": ""}
+SETTINGS |= {"numbers": "seq_len: [16, 32]", "empty": ""}
 
 
 def make_places(folder):
