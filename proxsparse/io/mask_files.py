@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, require_path
 from proxsparse.io.atomic import atomic_write
 from proxsparse.patterns import MIXED, NMPattern, PatternLike, pattern_name, pattern_of_mask
 
@@ -63,6 +63,7 @@ def save_masks(
     """
     from safetensors.torch import save_file
 
+    require_path("path", path)
     if not Path(path).parent.is_dir():
         raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
     if Path(path).is_dir():
@@ -128,6 +129,7 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
     """
     from safetensors import SafetensorError, safe_open
 
+    require_path("path", path)
     if not Path(path).is_file():
         what = (
             "a directory; give the masks.safetensors in it" if Path(path).is_dir() else "no such file; check the path"
