@@ -262,7 +262,10 @@ def capture_sample(
         if len(calls) == needed < len(blocks):
             raise _Captured
 
-    def note(_block: nn.Module, _args: tuple, output: object) -> object:
+    def note(block: nn.Module, _args: tuple, output: object) -> object:
+        if not isinstance(output, Tensor) and type(output) not in (tuple, list):
+            found = type(output).__name__
+            raise InputError(f"{type(block).__name__} returns a {found} instead of hidden states, {REMEDY}")
         if change is not None:
             changed = change(hidden_of(output))
             output = type(output)((changed, *output[1:])) if isinstance(output, tuple | list) else changed

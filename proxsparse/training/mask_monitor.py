@@ -33,8 +33,9 @@ class LayersSample:
     def sample(self, weights: Iterable[Tensor]) -> Tensor:
         """The sampled blocks, fp32; `weights`: the local rows of each layer."""
         parts = [weight.take(places).to(self.device) for weight, places in zip(weights, self.places, strict=True)]
-        sample = torch.zeros(self.size, self.pattern.m, device=self.device)  # the other processes have the others
-        return sum_of_shards(sample.index_copy_(0, self.index, torch.cat(parts).float()), self.first)
+        sample = torch.zeros(self.size, self.pattern.m, dtype=torch.float32, device=self.device)
+        sample.index_copy_(0, self.index, torch.cat(parts).float())  # the other processes have the other blocks
+        return sum_of_shards(sample, self.first)
 
     def learned(self) -> Tensor:
         """The learned weights."""
