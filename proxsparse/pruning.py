@@ -188,7 +188,7 @@ def finetune_(
             option is unknown or out of range.
     """
     with front_door(model) as model:
-        teacher = uncompiled(teacher)
+        teacher = uncompiled(teacher, "teacher")
         require_path("checkpoints", "" if checkpoints is None else checkpoints)
         known = vars(FinetuneOptions())
         if teacher is None:

@@ -205,6 +205,7 @@ def test_all_decoder_blocks_are_found(name):
     ("name", "settings", "words"),
     [
         ("bert", {}, "not a causal decoder .is_decoder is false."),
+        ("bert-generation", {}, "not a causal decoder .is_decoder is false."),
         ("xlnet", {}, "not a causal decoder .attn_type is bi."),
         ("llama", {"is_causal": False}, "not a causal decoder .is_causal is false."),
         ("bart", {}, "bart is an encoder-decoder"),

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny_models import PADDED, tiny_model
 
+from proxsparse import prune_
+from proxsparse.errors import InputError
 from proxsparse.models.layers import prunable_layers
 from proxsparse.training import loss
 from proxsparse.training.learnable_layer import dense, make_learnable_layers
@@ -138,3 +140,9 @@ def test_its_gradient_is_the_same_with_gradient_checkpointing(masked):
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name])
         assert gradient.abs().sum() > 0
+
+
+def test_one_block_is_refused():
+    model = tiny_model("llama", num_hidden_layers=1)
+    with pytest.raises(InputError, match="match_hidden: the model has one decoder block"):
+        prune_(model, "proxsparse", [PADDED], match_hidden=1.0)

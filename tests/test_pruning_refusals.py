@@ -182,6 +182,8 @@ REFUSALS = [
     (masks({UP_PROJ: torch.zeros(2, 2).byte()}), f"masks: layer {UP_PROJ} has torch.uint8 [2, 2]; give torch.bool ["),
     (saves([TOKENS[0]]), "]: not a dict, layer name -> mask"),
     (saves({}), "masks={}: no layer"),
+    (saves({"a": HALF.to_sparse()}), "masks: layer a has torch.bool [1, 8] torch.sparse_coo on cpu; give torch.bool"),
+    (saves({"a": HALF.to("meta")}), "masks: layer a has torch.bool [1, 8] torch.strided on meta; give torch.bool"),
     (saves({"a": HALF[0]}, "2:4"), "masks: layer a has torch.bool [8]; give torch.bool ["),
     (saves({"a": HALF.numpy()}, "2:4"), "masks: layer a has ndarray; give torch.bool ["),
     (saves({"a": ALL}), "masks: layer a does not keep n:m in all blocks, for any n:m; leave it out"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
-from proxsparse.inference.packable import names_of_modules, packable_layers, pattern_of
+from proxsparse.inference.packable import names_of_modules, packable_layers
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.checks import require_module, uncompiled
@@ -20,7 +20,7 @@ from proxsparse.models.matching import Match, keep_from_merging_, model_names
 from proxsparse.models.unfold_linears import linear
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
-from proxsparse.patterns import FLOAT_DTYPES, NMPattern
+from proxsparse.patterns import FLOAT_DTYPES, WINDOWED, NMPattern
 
 Stream = Iterator[tuple[str, Tensor]]  # (name, tensor) of a checkpoint, one at a time
 
@@ -170,7 +170,13 @@ def merged_tensors(headers: dict[str, Header], model: nn.Module, names: Match, e
     linears = {f"{name}.weight" for group in names_of_modules(model, nn.Linear) for name in group}
     merged = {name: names.names[name] for name in sorted(names.merged) if names.names[name] in linears}
     selected = [name for name, inside in merged.items() if is_selected(inside.removesuffix(".weight"), None, exclude)]
-    return [name for name in selected if pattern_of(name, read_tensor(headers, name))]
+
+    def fits(tensor: Tensor) -> bool:
+        return tensor.dtype in FLOAT_DTYPES and any(
+            each.fits(tensor.shape[-1]) and each.is_feasible(tensor) for each in WINDOWED
+        )
+
+    return [name for name in selected if fits(read_tensor(headers, name))]
 
 
 def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, tuple[str, Form]]:

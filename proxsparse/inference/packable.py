@@ -37,7 +37,8 @@ def packable_layers(
     if not chosen:
         selected = f" and selected by {include=}, {exclude=}" if include or exclude else ""
         reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERNS}{selected}"
-        raise ValueError(f"nothing to pack: {reason} (Conv1D and fused experts stay dense); first run proxsparse prune")
+        others = "packed layers, Conv1D and fused experts do not count"
+        raise ValueError(f"nothing to pack: {reason} ({others}); first run proxsparse prune, or select other layers")
     return chosen
 
 
@@ -113,7 +114,10 @@ def is_read(model: nn.Module, layer: str) -> bool:
     """Whether the module around a layer multiplies by its weight, or reads it and never calls it: dt_proj of Mamba."""
     parent, _, name = layer.rpartition(".")
     try:
-        source = inspect.getsource(type(model.get_submodule(parent)))
+        classes = type(model.get_submodule(parent)).__mro__
+        if nn.TransformerEncoderLayer in classes:  # passes its weights to one kernel if there is no gradient
+            return True
+        source = "".join(inspect.getsource(kind) for kind in classes[: classes.index(nn.Module)])
     except (OSError, TypeError):  # no source
         return False
     weight = f"self.{name}.weight"

@@ -29,9 +29,11 @@ def extend_peft() -> None:
     create, include = LoraModel._create_new_module, tuners_utils._maybe_include_all_linear_layers
 
     @functools.wraps(create)
-    def create_also_packed(config: LoraConfig, *arguments, **keywords) -> nn.Module:
-        config._register_custom_module({SparseLinear: lora_sparse_linear()})
-        return create(config, *arguments, **keywords)
+    def create_also_packed(config: LoraConfig, adapter_name: str, target: nn.Module, **keywords) -> nn.Module:
+        layer = target.get_base_layer() if isinstance(target, tuners_utils.BaseTunerLayer) else target
+        if isinstance(layer, SparseLinear):
+            return lora_sparse_linear()(target, adapter_name, config=config, **keywords)
+        return create(config, adapter_name, target, **keywords)
 
     @functools.wraps(include)
     def include_packed(config, model: nn.Module):

@@ -73,10 +73,11 @@ def checked(body: dict, vocabulary: int) -> dict:
     try:
         fields = {name: value for name, value in Fields.model_validate(body) if value is not None}
     except ValidationError as refused:
-        error = refused.errors()[0]
+        error = min(refused.errors(), key=lambda each: each["type"].endswith("_type"))  # of the fitting type
         shown = json.dumps(error["input"])
         shown = f"{shown[:SHOWN]}{'...' * (len(shown) > SHOWN)}"
-        raise ValueError(f"{error['loc'][0]}: {error['msg']}, not {shown}") from refused
+        field = ".".join(map(str, error["loc"])) if error["type"] == "missing" else error["loc"][0]
+        raise ValueError(f"{field}: {error['msg']}, not {shown}") from refused
     for token in fields.get("logit_bias", {}):
         if int(token) >= vocabulary:
             raise ValueError(f"logit_bias: the model has {vocabulary} tokens, so none has the number {token}")

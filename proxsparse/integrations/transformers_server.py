@@ -1,8 +1,8 @@
 """The server of transformers, limited to one packed model.
 
 What differs from `transformers serve DIR`: several requests are answered at a time; the model is loaded once; only the
-routes of `ROUTES` exist; requests of foreign web pages are refused; the length of a prompt is checked before it is
-tokenized; and a request that cannot be answered is an error 400 in the form of the OpenAI API.
+routes of `ROUTES` exist; requests of foreign web pages are refused; the length of a body is checked before it is
+read; and a request that cannot be answered is an error 400 in the form of the OpenAI API.
 """
 
 import functools

@@ -46,7 +46,7 @@ class ProxTrainerMixin:
 
     Args:
         reg_lambda: lambda_1 > 0, in units of 1 / |w|^(N-1); not multiplied by the learning rate. A callback may change
-            that of a param group, also to 0; a group that starts with 0 is not pruned.
+            that of a param group, also to 0; a group that starts with 0 gets no mask.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
     Attributes:
         masks: layer name -> bool [out_features, in_features], True = kept; on rank zero, after the training.

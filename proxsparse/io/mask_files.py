@@ -101,8 +101,11 @@ def check_masks(masks: Mapping[str, Tensor]) -> None:
         raise InputError(f"masks={reprlib.repr(masks)}: {what}; give the masks of prune_ or load_masks")
     for name, mask in masks.items():
         is_tensor = isinstance(mask, Tensor)
-        if not is_tensor or mask.dtype != torch.bool or mask.ndim != 2:
+        is_dense = is_tensor and mask.layout == torch.strided and not mask.is_meta
+        if not is_dense or mask.dtype != torch.bool or mask.ndim != 2:
             kind = f"{mask.dtype} {list(mask.shape)}" if is_tensor else type(mask).__name__
+            if is_tensor and not is_dense:
+                kind += f" {mask.layout} on {mask.device}"
             raise InputError(f"masks: layer {name} has {kind}; give torch.bool [out_features, in_features]")
 
 

@@ -5,10 +5,12 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import register_method
 from proxsparse.methods.walk import Batches
+from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.snap import snap_
 from proxsparse.ops import nm_mask
 from proxsparse.patterns import NMPattern
@@ -61,6 +63,9 @@ def learn_masks(
     options, compute_dtype = LearningOptions(**options).check(), autocast_dtype(model.device)
     weights = pretrained or {name: weight.detach().clone() for name, weight in model.named_parameters()}
     steps = step_count(len(batches), options)
+    if options.match_hidden and len(decoder_blocks(model)) < 2:
+        reason = "the model has one decoder block, but the last one is not matched"
+        raise InputError(f"--match_hidden: {reason}; leave it out")
     newest = checkpoints and checkpoints.newest_step()
     scales = {}
     if options.masked and newest:

@@ -78,12 +78,12 @@ def require_module(model: object) -> None:
         raise InputError(f"model={reprlib.repr(model)}: not a model; load it with AutoModelForCausalLM")
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
+def uncompiled(model: nn.Module, what: str = "model") -> nn.Module:
     """The model that torch.compile wraps. Raises InputError for compiled modules in it, which ignore later hooks."""
     model = getattr(model, "_orig_mod", model)
     modules = model.modules() if isinstance(model, nn.Module) else ()
     if any("_orig_mod" in module._modules or module._compiled_call_impl for module in modules):
-        raise InputError("model: has modules that are compiled; call this function first, then compile them")
+        raise InputError(f"{what}: has modules that are compiled; call this function first, then compile them")
     return model
 
 

@@ -51,7 +51,7 @@ def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
     found, modules = {}, body_modules(model)
     tuned = tuple(f"{name}." for name, module in modules.items() if hasattr(module, "base_layer"))  # what peft wraps
     for name, module in modules.items():
-        is_adapter = name.startswith(tuned) and ".base_layer" not in name
+        is_adapter = any(name.startswith(each) and not name.startswith(f"{each}base_layer") for each in tuned)
         if isinstance(module, nn.Linear) and not is_adapter:
             found.setdefault(id(module._parameters.get("weight", module)), (name, module))
     return dict(found.values())

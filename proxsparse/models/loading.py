@@ -221,7 +221,8 @@ def refuse_not_causal(model: nn.Module, source: str) -> None:
             raise InputError(f"{source}: {name} cannot run on text alone (it needs {each.name}); give a language model")
     for config in (model.config, model.config.get_text_config()):
         # other models ignore is_decoder, which is false by default
-        settings = BIDIRECTIONAL | ({"is_decoder": False} if config.model_type in ENCODERS else {})
+        is_encoder = config.model_type in {*ENCODERS, "bert-generation"}
+        settings = BIDIRECTIONAL | ({"is_decoder": False} if is_encoder else {})
         for setting, value in settings.items():
             if getattr(config, setting, None) == value:
                 what = f"{config.model_type} is not a causal decoder ({setting} is {str(value).lower()})"

@@ -18,7 +18,7 @@ from proxsparse.data.calibration import arrays_of
 from proxsparse.errors import InputError, full_disk, is_lost_process
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
-from proxsparse.io.atomic import atomic_directory, require_space, write_file
+from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
 from proxsparse.io.checkpoints import CHECKPOINTS, STEP, TOKENS, Checkpoints, digest_of, saved_names, step_of
 from proxsparse.io.mask_files import masks_sha256, save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
@@ -150,6 +150,8 @@ class Run:
             "warnings": [*self.model.source.notes, *warnings],
         }
         result = results.as_result(self.args, self.device, figures)
+        if (path / METRICS).exists():
+            sync(path / METRICS)
         write_file(path / "README.md", card_text(result).encode(errors="replace"))
         write_file(path / RESULT, (json.dumps(results.finite(result), indent=2) + "\n").encode())
         if (path / METRICS).exists():

@@ -103,12 +103,14 @@ def finetune_model(run: Run) -> int:
 
     load(run, True)
     run.given = given_masks(args.model.model, run.model)
-    teacher, base = None, {} if args.model.teacher else run.given.base
-    if args.options.distill:
-        teacher = args.model.teacher or run.given.recorded.get("base_model")
-        if not teacher:
-            reason = f"{args.model.model} has no masks.safetensors that names the dense model"
-            raise InputError(f"--teacher is missing: {reason}; give it, or train without a teacher: --distill 0")
+    teacher, base = args.model.teacher, {}
+    if not teacher:
+        teacher, base = run.given.recorded.get("base_model"), run.given.base
+    if not args.options.distill:
+        teacher = None
+    elif not teacher:
+        reason = f"{args.model.model} has no masks.safetensors that names the dense model"
+        raise InputError(f"--teacher is missing: {reason}; give it, or train without a teacher: --distill 0")
     recorded = run.given.patterns if run.given.recorded else {}
     names = sorted({*map(str, recorded.values())})
     if pattern and names not in ([], [pattern]):

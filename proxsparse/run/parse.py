@@ -92,9 +92,9 @@ def parse_finetune(arguments: list[str] | None) -> RunArgs:
     )
     what = "folder of the pruned model, such as the --output_dir of proxsparse train"
     parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=what)
-    given = vars(add_sections(parser, "finetune").parse_args(arguments))
+    given = vars(add_sections(parser, "finetune", skip={"model"}).parse_args(arguments))
     if given.get("config"):
-        given = over(file_flags(given["config"], "--config", parser), given)
+        given = over(file_flags(given["config"], "--config", add_sections(Parser("finetune"), "finetune")), given)
     if "model" not in given:
         raise InputError("MODEL is missing; give the folder of a pruned model: proxsparse finetune MODEL")
     return checked("finetune", "finetune", UNIFORM, given)
@@ -174,7 +174,7 @@ def file_flags(path: Path | str, what: str, parser: Parser, ignored: tuple = ())
     Raises InputError if it is malformed, or has an unknown flag or value.
     """
     given = read_yaml(Path(path), what).items()
-    settings = {name: value for name, value in given if value is not None and (name, value) not in ignored}
+    settings = {name: value for name, value in given if value not in (None, []) and (name, value) not in ignored}
     arguments = []
     for name, value in settings.items():
         if name in NOT_REPEATED:
@@ -203,10 +203,10 @@ KINDS = {bool: (true_or_false, "true|false"), int: (int, "N"), float: (float, "X
 GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of --help
 
 
-def add_sections(parser: Parser, command: str, more: tuple[type, ...] = ()) -> Parser:
-    """Adds a flag for every field of the sections of a command and `more`, in its group of --help."""
+def add_sections(parser: Parser, command: str, more: tuple[type, ...] = (), skip: set[str] = frozenset()) -> Parser:
+    """Adds a flag for every field of the sections of a command and `more`, except `skip`, in its group of --help."""
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    added = {*HIDDEN[command]}
+    added = {*skip, *HIDDEN[command]}
     for section in (*SECTIONS[command], *more):
         kinds = typing.get_type_hints(section)
         for field in dataclasses.fields(section):

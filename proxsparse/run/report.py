@@ -59,7 +59,7 @@ def write_report(run_dir: Path) -> list[str]:
             raise
         except Exception as error:  # of many types: any value of the files may be missing or of another type
             reason = f"{METRICS} or {RESULT} cannot be shown ({type(error).__name__}: {error})"
-            raise InputError(f"{run_dir}: {reason}; use the version that wrote them, or delete them") from error
+            raise InputError(f"{run_dir}: {reason}; delete the damaged line or file") from error
         for name, content in files.items():
             write_file(run_dir / name, content)
         current.result = "wrote report.md"

@@ -17,11 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import ModuleType
 from typing import TypeVar
-from unittest import mock
 
 T = TypeVar("T")
 TERMINAL_INTERVAL_S, FILE_INTERVAL_S = 0.2, 30.0
@@ -70,10 +69,14 @@ class Phase:
             self.begin(total)
             return self if items is None else self.count(items)
 
-        with ExitStack() as replaced:
+        before = [(module, getattr(module, "tqdm", None)) for module in modules]
+        try:
             for module in modules:
-                replaced.enter_context(mock.patch.object(module, "tqdm", bar, create=True))
+                module.tqdm = bar
             yield
+        finally:
+            for module, tqdm in before:
+                module.tqdm = tqdm
 
     update = step  # of tqdm
 

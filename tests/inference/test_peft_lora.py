@@ -1,5 +1,7 @@
 """LoRA of peft on packed layers: trains, saves, loads on a packed folder, and refuses what needs the dense weight."""
 
+import pickle
+
 import pytest
 import torch
 from pruned import prune_
@@ -69,6 +71,11 @@ def test_every_way_to_load_an_adapter(folders, tmp_path):
     for model in (peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path), load(tmp_path), transformers_model):
         adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
         assert sum(isinstance(module.base_layer, SparseLinear) for module in adapted) == 4
+
+
+def test_an_adapted_dense_model_can_be_pickled(folders):
+    adapted = peft.get_peft_model(load(folders[0]), lora())
+    assert pickle.loads(pickle.dumps(adapted)).peft_config["default"].r == 4
 
 
 @pytest.mark.parametrize("form", ["packed", "dense"])

@@ -128,8 +128,13 @@ def quantised_model():
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (lambda: tiny_model("llama"), {}, r"nothing to pack: none of 15 [^=]* \(Conv1D .*proxsparse prune"),
+        (
+            lambda: tiny_model("llama"),
+            {},
+            r"none of 15 [^=]* \(packed layers, Conv1D .*proxsparse prune",
+        ),
         (lambda: pruned_model("gpt2"), {}, "nothing to pack: .*Conv1D"),
+        (lambda: prune_(nn.TransformerEncoderLayer(8, 1, 8), ["attn"]), {}, "linear1: the module around it reads"),
         (pruned_model, {"include": ["absent"]}, "nothing to pack: .*absent"),
         (lambda: nn.Sequential(nn.ReLU()), {}, "nothing to pack: none of 0"),
         (lambda: pruned_model().to("meta"), {}, "meta device"),

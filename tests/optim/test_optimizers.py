@@ -366,9 +366,16 @@ def test_a_step_in_a_capture_is_refused_before_anything_changes(make, monkeypatc
     assert optimizer.state
 
 
-def test_adapters_are_not_pruned():
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("llama", {"target_modules": ["q_proj"]}),
+        ("mixtral", {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),  # one wrapper in another
+    ],
+)
+def test_adapters_are_not_pruned(kind, targets):
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(language_models.tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    adapted = peft.get_peft_model(language_models.tiny_model(kind), peft.LoraConfig(**targets))
     trained = [weight for weight in adapted.parameters() if weight.requires_grad]
     with pytest.raises(ValueError, match="nothing to prune"):
         ProxOptimizer(AdamW(trained), reg_lambda=1.0, model=adapted)
