@@ -41,7 +41,7 @@ def card_text(result: dict) -> str:
     kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
     if pattern == MIXED:
         pattern, kept_share = ", ".join(sorted({*result["patterns"].values()})), sections.counted(result["patterns"])
-    kept = "have new values" if updated else f"are {given}, unchanged"
+    kept = "differ from the pretrained ones" if updated else f"are {given}, unchanged"
     before = [f"pruned before the run: {already}"] * bool(already)
     before += [f"{number(left)} of these layers were not selected and are unchanged"] * bool(left)
     kept += f" ({'; '.join(before)})" * bool(before)
