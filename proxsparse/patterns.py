@@ -130,6 +130,8 @@ PatternLike = str | NMPattern
 WINDOWED = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))
 # One pattern for each block size in which the zeros of a weight are counted, to find the pattern of the weight.
 PROBES = (*WINDOWED, NMPattern(14, 16))
+# A weight with a larger share of nonzeros is dense: 14:16, the densest pattern, has 2 zeros in at most 16 + 14 weights.
+DENSE_SHARE = 15 / 16
 MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 
@@ -146,8 +148,7 @@ def live_rows(weight: torch.Tensor) -> torch.Tensor:
 
 def pattern_of_zeros(name: str, weight: torch.Tensor) -> NMPattern | None:
     """`pattern_of_counts` of a weight [..., in_features]; an error begins with the name."""
-    # without most of the work for a dense weight: 14:16, the densest pattern, has 2 zeros in at most 16 + 14 weights
-    if 16 * (weight.numel() - int(weight.count_nonzero())) < weight.numel():
+    if int(weight.count_nonzero()) > DENSE_SHARE * weight.numel():  # saves most of the work for a dense weight
         return None
     return pattern_of_counts(f"{name}:", block_counts(weight), weight.shape[-1])
 

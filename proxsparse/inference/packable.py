@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from proxsparse.models.layers import is_selected, stored_weight
 from proxsparse.models.unfold_linears import unfolded_layers
-from proxsparse.patterns import FLOAT_DTYPES, WINDOWED, NMPattern, pattern_of_zeros
+from proxsparse.patterns import DENSE_SHARE, FLOAT_DTYPES, WINDOWED, NMPattern, pattern_of_zeros
 from proxsparse.reference.quantize import CODES, check_values
 from proxsparse.runtime.progress import phase
 
@@ -78,18 +78,22 @@ def windowed_pattern(weight: Tensor) -> NMPattern | None:
 
     Raises ValueError for a weight that is sparse, but fits none of them.
     """
-    if WINDOWED[0].is_feasible(weight):
-        return WINDOWED[0]
+    kept = int(weight.count_nonzero()) / max(1, weight.numel())
+    if kept > DENSE_SHARE:
+        return None
+    fitting = (each for each in WINDOWED if each.fits(weight.shape[-1]) and each.is_feasible(weight))
+    windowed = next(fitting, None)
+    if windowed == WINDOWED[0] or (windowed and kept > 0.9 * windowed.density):  # no more zeros than it explains
+        return windowed
     try:
         pattern = pattern_of_zeros("its weight", weight)
     except ValueError as error:  # its remedy is not one for packing
         raise ValueError(f"{str(error).partition(';')[0]}; prune it again") from error
     if pattern is None or pattern.density > WINDOWED[-1].density:
         return None
-    for windowed in WINDOWED[1:]:
-        if windowed.fits(weight.shape[-1]) and windowed.is_feasible(weight):
-            return windowed
-    raise ValueError(f"its pattern is {pattern}; prune it to one of {PATTERNS}")
+    if not windowed:
+        raise ValueError(f"its pattern is {pattern}; prune it to one of {PATTERNS}")
+    return windowed
 
 
 def refuse_altered(model: nn.Module, name: str) -> None:
