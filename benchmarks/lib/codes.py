@@ -127,9 +127,9 @@ def cusparselt(weights: LinearWeights) -> dict[str, Contender]:
 
 
 def quantize_(model: nn.Module, bits: int) -> nn.Module:
-    """Rounds the packed layers of a model, of 16 bits, to codes, in place; they keep the other tensors."""
+    """Rounds the packed layers of a model from 16 bits to `bits`, in place; they keep the other tensors."""
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, SparseLinear):
+        if isinstance(layer, SparseLinear) and layer.bits != bits:
             codes, scales = quantize_nm(layer.values, bits)
             sizes = layer.in_features, layer.out_features
             rounded = SparseLinear(*sizes, False, "meta", layer.dtype, layer.backend, bits, layer.pattern)

@@ -69,7 +69,7 @@ def test_a_million_hard_blocks_match_the_ground_truth(share, dtype, device):
         assert not result[pruned].signbit().any()
         if dtype in HALF:  # only its own rounding separates a weight from the exact prox, except where minimisers tie
             wrong = (result.double() - best).abs() > rounding(dtype, best) + 1e-5 * largest(weight)
-            assert wrong.any(-1).double().mean() < 1e-3
+            assert wrong.any(-1).double().mean() <= 1e-3
 
 
 @each_dtype
