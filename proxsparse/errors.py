@@ -6,8 +6,10 @@ import re
 import reprlib
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 from proxsparse._start import quit_at_once
 from proxsparse.runtime import progress
@@ -55,7 +57,8 @@ def run_command(main: Callable[[], int | None]) -> int:
     debug = bool(os.environ.get("PROXSPARSE_DEBUG"))
     if signal.getsignal(signal.SIGINT) is quit_at_once:  # the imports are done
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    previous, hook = signal.signal(signal.SIGTERM, _terminate), sys.unraisablehook
+    sys.unraisablehook = lambda lost: _again(lost.exc_type) or hook(lost)
     try:
         with progress.shown(), warnings.catch_warnings():
             if not debug:
@@ -75,10 +78,28 @@ def run_command(main: Callable[[], int | None]) -> int:
     except Exception as error:  # of any type: the user gets one line
         if debug:
             raise
-        print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
+        text = f"error: {with_notes(describe_error(error), error)}"
+        if is_first_process(text):
+            print(text, file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | OSError) or full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+        sys.unraisablehook = hook
+
+
+def is_first_process(text: str) -> bool:
+    """Whether no other process of this machine has called this with the text; True also where that is unknown."""
+    start = os.environ
+    if start.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there is no store that outlives the processes
+        return True
+    from torch.distributed import TCPStore
+
+    try:
+        address = start["MASTER_ADDR"], int(start["MASTER_PORT"])
+        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=2))
+        return store.add(f"{start.get('GROUP_RANK')} {start.get('TORCHELASTIC_RESTART_COUNT')} {text}", 1) == 1
+    except (LookupError, ValueError, RuntimeError):  # of torch: no connection
+        return True
 
 
 def _show_warning(message, *_where, **_more) -> None:
@@ -88,6 +109,14 @@ def _show_warning(message, *_where, **_more) -> None:
 
 def _terminate(_number, _frame) -> None:
     raise Terminated
+
+
+def _again(error: type[BaseException]) -> bool:
+    """Repeats a signal whose exception Python has discarded because it was raised in a __del__."""
+    number = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(error)
+    if number is not None:  # by a timer: an exception raised here would be discarded as well
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+    return number is not None
 
 
 def with_notes(text: str, error: BaseException) -> str:

@@ -4,7 +4,10 @@ import importlib
 import json
 import re
 import shlex
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import gpu_run
@@ -55,6 +58,21 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(folders):
         call(gpu_run.main, "take", out / "gpu_run.tar.gz")
         assert (results / "speed.jsonl").read_text() == '{"other": 1}\n{"new": 1}\n'
         assert len((results / "gpu_run.jsonl").read_text().splitlines()) == len(parts)
+
+
+def test_a_terminated_run_ends_its_part(tmp_path):
+    code = f"""import gpu_run, pathlib
+gpu_run.OUTPUT = pathlib.Path({str(tmp_path / "output")!r})
+gpu_run.PARTS = [("endless", 60, "echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 60; true")]
+gpu_run.torch.cuda.is_available = lambda: True
+gpu_run.main([])"""
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=Path(gpu_run.__file__).parent)
+    while not (tmp_path / "pid").exists():
+        assert runner.poll() is None
+        time.sleep(0.05)
+    runner.terminate()
+    assert runner.wait(20) == 128 + signal.SIGTERM
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 def test_the_flags_of_all_parts_are_understood(monkeypatch):

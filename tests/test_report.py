@@ -170,12 +170,14 @@ def test_unfinished_last_line_is_left_out(tmp_path, tail):
     assert "5 finished steps" in report
 
 
-@pytest.mark.parametrize("broken", ["{", "7", "\udcff", "", '{"step": 2, "loss": "x"}'])
+@pytest.mark.parametrize("broken", ["{", "\udcff", "", "7", '{"step": 2, "loss": "x"}'])
 def test_a_broken_line_in_the_middle_is_refused(tmp_path, plots, broken):
     first, last = (json.dumps(row) for row in rows(2))
     make_run(tmp_path, "")
     (tmp_path / "metrics.jsonl").write_bytes(f"{first}\n{broken}\n{last}\n".encode(errors="surrogateescape"))
-    with pytest.raises(InputError, match=r"metrics\.jsonl or result\.json cannot be shown"):
+    is_json = broken in ("7", '{"step": 2, "loss": "x"}')
+    named = r"metrics\.jsonl or result\.json cannot be shown" if is_json else r"metrics\.jsonl, line 2: not valid JSON"
+    with pytest.raises(InputError, match=named):
         write_report(tmp_path)
     assert names(tmp_path) == {"metrics.jsonl"}
 

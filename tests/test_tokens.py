@@ -139,3 +139,15 @@ def test_many_tokens_are_stored_beside_the_checkpoints(packing, tmp_path, monkey
         assert all(torch.equal(mask, expected[name]) for name, mask in found.items())
     with pytest.raises(InputError, match="has changed since the run"):
         prune_(tiny_model("llama"), "wanda", tokenizer=byte_tokenizer(), **stored, **few | {"num_samples": 5})
+
+
+def test_an_error_of_the_source_names_what_is_stored(tokenizer, tmp_path, small_blocks):
+    def texts():
+        yield from (words(i, 2) for i in range(7))
+        raise InputError("the network is gone")
+
+    message = "^the network is gone; a resumed run continues after the 16 tokens that are stored$"
+    with pytest.raises(InputError, match=message):
+        calibration_batches([words(0, 2)] * 2, tokenizer, 20, 8, rest=texts(), store=tokens.TokenStore(tmp_path, "x"))
+    with pytest.raises(InputError, match=r"^the network is gone$"):
+        calibration_batches([words(0, 2)] * 2, tokenizer, 20, 8, rest=texts())

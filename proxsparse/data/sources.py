@@ -17,11 +17,14 @@ from proxsparse.io.model_files import is_inside
 from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
+LONGEST_NAME = 255  # characters of a source that is not a path
 # Files that describe a data set, and are not text of it
 SAVED = ("dataset_info.json", "dataset_dict.json")  # by `save_to_disk`
 DESCRIPTIONS = ("readme.md", "dataset_infos.json", "state.json", *SAVED)
 FIRST_DOCUMENTS = 10_000  # of a data set: all that is evaluated; for calibration shuffled before the first is used
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
+# Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
+UNPACKED_RATIO, UNPACKED_ALWAYS, UNLIMITED = 100, 64 << 20, 1 << 62
 BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... in alphabetical order are the validation split
 
 
@@ -105,7 +108,7 @@ def check_source(source: str) -> None:
     """Raises InputError if the source looks like a file that does not exist; does not check names on the Hub."""
     if is_local(source):
         return
-    if len(source) > 255 or "\n" in source:
+    if len(source) > LONGEST_NAME or "\n" in source:
         raise InputError(f"{source[:40]!r}...: a text, not the name of a source; give a list of texts")
     if "://" in source:
         raise InputError(f"{source!r}: a URL; give NAME or NAME:CONFIG of a data set on the Hub, or download the file")
@@ -170,10 +173,13 @@ def read_path(path: Path) -> Rows:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number, line with its newline) of a UTF-8 file, gzip or plain. An error names the line."""
-    number = 0
+    number, packed = 0, path.suffix.lower() == ".gz"
     try:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+        left = unpacked_limit(path) if packed else UNLIMITED
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            while line := stream.readline(left + 1):
+                number += 1
+                left = within_limit(path, left - len(line))
                 if b"\0" in line:
                     raise InputError(f"{path}, line {number}: has NUL characters, as UTF-16 has; convert it to UTF-8")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
@@ -181,6 +187,18 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}, after line {number}: cannot be read ({error}); repair or replace it") from error
+
+
+def unpacked_limit(path: Path) -> int:
+    """Largest size in bytes that a compressed file may expand to."""
+    return max(UNPACKED_ALWAYS, UNPACKED_RATIO * path.stat().st_size)
+
+
+def within_limit(path: Path, left: int) -> int:
+    """`left`, the bytes that the file may still expand to. Raises InputError if it is negative."""
+    if left < 0:
+        raise InputError(f"{path}: expands to over {UNPACKED_RATIO} times its size; decompress it if you trust it")
+    return left
 
 
 def read_json(path: Path) -> Rows:
@@ -230,10 +248,18 @@ def read_parquet(path: Path) -> Rows:
     """The rows of a Parquet file."""
     import pyarrow.parquet
 
+    left, number = unpacked_limit(path), 0
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            left = within_limit(path, left - batch.nbytes)
+            for values in zip(*batch.columns, strict=True):
+                row = {name: value.as_py() for name, value in zip(batch.schema.names, values, strict=True)}
+                # a dictionary-encoded column stores a long text once, but as_py copies it for every row
+                left = within_limit(path, left - sum(len(text) for text in row.values() if isinstance(text, str)))
+                number += 1
+                yield f"{path}, row {number}", row
+    except InputError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(f"{path}: not a readable Parquet file ({error}); repair or replace it") from error
 

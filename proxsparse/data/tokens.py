@@ -110,7 +110,11 @@ def tokenize(
     done = min(store.samples(seq_len, packing), num_samples)
     with phase("tokenizing the calibration text", num_samples, "sample", done) as current:
         while not store.is_full(num_samples, seq_len, packing):
-            block, ids, ends = next(blocks, None), array("I"), array("q")
+            try:
+                block, ids, ends = next(blocks, None), array("I"), array("q")
+            except InputError as error:  # such as a network that is gone
+                stored = f"; a resumed run continues after the {store.counts['tokens']:,} tokens that are stored"
+                raise InputError(f"{error}{stored * bool(store.folder and store.counts['tokens'])}") from error
             for tokens in tokens_of(block or [], tokenizer, longest, min(TEXTS_PER_CALL, num_samples), packing):
                 ids.extend(tokens)
                 ends.append(store.counts["tokens"] + len(ids))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
-from proxsparse.inference.packable import names_of_modules, packable_layers
+from proxsparse.inference.packable import first_fitting, names_of_modules, packable_layers
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.checks import require_module, uncompiled
@@ -20,7 +20,7 @@ from proxsparse.models.matching import Match, keep_from_merging_, model_names
 from proxsparse.models.unfold_linears import linear
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
-from proxsparse.patterns import FLOAT_DTYPES, WINDOWED, NMPattern
+from proxsparse.patterns import FLOAT_DTYPES, NMPattern
 
 Stream = Iterator[tuple[str, Tensor]]  # (name, tensor) of a checkpoint, one at a time
 
@@ -51,9 +51,10 @@ def sparsify_(
             `include` must have one of the patterns.
         bits: 16 keeps the values; 8 or 4 rounds them to codes, see `reference.quantize`.
     Raises:
-        ValueError: no layer has a pattern; a layer is sparse, but has none of the patterns; a layer matches `include`
-            and has no pattern, is a subclass of nn.Linear, or has hooks, which packing would lose; a weight has no
-            code, see `quantize_nm`; the bits are unknown. The message names the layer.
+        ValueError: no layer has a pattern; at least half of the blocks of a layer, but not all, have one; a layer has
+            another pattern; a layer matches `include` and has no pattern, is a subclass of nn.Linear, or has hooks,
+            which packing would lose; a weight has no code, see `quantize_nm`; the bits are unknown. The message names
+            the layer.
     """
     check_bits(bits)
     require_module(model)
@@ -170,13 +171,8 @@ def merged_tensors(headers: dict[str, Header], model: nn.Module, names: Match, e
     linears = {f"{name}.weight" for group in names_of_modules(model, nn.Linear) for name in group}
     merged = {name: names.names[name] for name in sorted(names.merged) if names.names[name] in linears}
     selected = [name for name, inside in merged.items() if is_selected(inside.removesuffix(".weight"), None, exclude)]
-
-    def fits(tensor: Tensor) -> bool:
-        return tensor.dtype in FLOAT_DTYPES and any(
-            each.fits(tensor.shape[-1]) and each.is_feasible(tensor) for each in WINDOWED
-        )
-
-    return [name for name in selected if fits(read_tensor(headers, name))]
+    tensors = ((name, read_tensor(headers, name)) for name in selected)
+    return [name for name, tensor in tensors if tensor.dtype in FLOAT_DTYPES and first_fitting(tensor)]
 
 
 def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, tuple[str, Form]]:

@@ -138,12 +138,17 @@ class SparseLinear(nn.Module):
         more per weight and saves a kernel in each call with many rows.
 
         Raises:
-            ValueError: the backend prepares nothing.
+            ValueError: the backend prepares nothing, or the layer has another backend.
             RuntimeError: the backend does not support this weight, or a CUDA graph is being captured.
         """
         kernel, values = get_kernel("sparse_linear", backend), self.values
         if kernel.prepare is None:
             raise ValueError(f"prepare_: backend {backend!r} reads the packed format; no prepare_ is needed")
+        if self.backend not in (backend, AUTO):
+            raise ValueError(
+                f"prepare_: a layer with backend={self.backend!r} never calls {backend!r}; create it with "
+                f"backend={backend!r}"
+            )
         if reason := self.unsupported(kernel, values):
             raise RuntimeError(f"prepare_: backend {backend!r} does not support this layer: {reason}")
         if is_capturing(values):

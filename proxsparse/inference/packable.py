@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from proxsparse.models.layers import is_selected, stored_weight
 from proxsparse.models.unfold_linears import unfolded_layers
-from proxsparse.patterns import DENSE_SHARE, FLOAT_DTYPES, WINDOWED, NMPattern, pattern_of_zeros
+from proxsparse.patterns import DENSE_SHARE, FLOAT_DTYPES, WINDOWED, NMPattern, block_counts, pattern_of_counts
 from proxsparse.reference.quantize import CODES, check_values
 from proxsparse.runtime.progress import phase
 
@@ -76,24 +76,36 @@ def pattern_of(
 def windowed_pattern(weight: Tensor) -> NMPattern | None:
     """The first of 2:4, 4:6, 6:8 and 8:10 that a weight fits; None for a dense weight.
 
-    Raises ValueError for a weight that is sparse, but fits none of them.
+    Raises ValueError for a weight of another pattern, one with as many zeros as in 2:4 without a clear pattern, and one
+    in which at least half of the blocks, but not all, fit one of them.
     """
     kept = int(weight.count_nonzero()) / max(1, weight.numel())
     if kept > DENSE_SHARE:
         return None
-    fitting = (each for each in WINDOWED if each.fits(weight.shape[-1]) and each.is_feasible(weight))
-    windowed = next(fitting, None)
+    windowed = first_fitting(weight)
     if windowed == WINDOWED[0] or (windowed and kept > 0.9 * windowed.density):  # no more zeros than it explains
         return windowed
+    if not weight.isfinite().all():
+        raise ValueError("its weight contains NaN or infinity; load it again")
     try:
-        pattern = pattern_of_zeros("its weight", weight)
+        pattern = pattern_of_counts("its weight:", block_counts(weight), weight.shape[-1])
     except ValueError as error:  # its remedy is not one for packing
         raise ValueError(f"{str(error).partition(';')[0]}; prune it again") from error
+    if pattern is None:
+        for each in (each for each in WINDOWED if each.fits(weight.shape[-1])):
+            wrong, blocks = int((~each.feasible_blocks(weight)).sum()), each.count(weight.shape)
+            if 0 < 2 * wrong <= blocks:
+                raise ValueError(f"{wrong} of {blocks} blocks are not {each}; prune it again")
     if pattern is None or pattern.density > WINDOWED[-1].density:
         return None
     if not windowed:
         raise ValueError(f"its pattern is {pattern}; prune it to one of {PATTERNS}")
     return windowed
+
+
+def first_fitting(weight: Tensor) -> NMPattern | None:
+    """The first of 2:4, 4:6, 6:8 and 8:10 that the zeros of a weight fit; None: none."""
+    return next((each for each in WINDOWED if each.fits(weight.shape[-1]) and each.is_feasible(weight)), None)
 
 
 def refuse_altered(model: nn.Module, name: str) -> None:

@@ -14,7 +14,7 @@ def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
     return select("pack_nm", dense).run(dense)
 
 
-@define_op("unpack_nm", "(Tensor values, Tensor indices) -> Tensor", pack.empty_weight)
+@define_op("unpack_nm", "(Tensor values, Tensor indices) -> Tensor", lambda values, indices: pack.empty_weight(values))
 def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     values, indices = values.contiguous(), indices.contiguous()
     return select("unpack_nm", values, indices).run(values, indices)

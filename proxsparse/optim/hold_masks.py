@@ -121,13 +121,16 @@ class HeldMasks:
         for parameter, kept in self.held():
             for value in optimizer.state.get(parameter, {}).values():
                 plain = isinstance(value, Tensor) and type(local(value)) is Tensor  # not quantized by a library
-                if plain and value.is_floating_point() and local(value).shape == kept.shape:
+                if plain and not value.is_sparse and value.is_floating_point() and local(value).shape == kept.shape:
                     clear_(value, kept)
 
 
 def clear_gradient_(parameter: Tensor, kept: Tensor) -> None:
     """Gradient <- 0 for pruned weights."""
-    if parameter.grad is not None:
+    if parameter.grad is not None and parameter.grad.is_sparse:  # rows, as of nn.Embedding(sparse=True)
+        parameter.grad = parameter.grad.coalesce()
+        clear_(parameter.grad.values(), kept[parameter.grad.indices()[0].to(kept.device)])
+    elif parameter.grad is not None:
         clear_(parameter.grad, kept)
 
 

@@ -121,12 +121,18 @@ def complete_state(
 def pruned_parameters(group: dict) -> Iterator[Tensor]:
     """Yields every parameter of two or more dimensions that is not in `prox_skip`.
 
-    Nothing if reg_lambda is 0. Raises ValueError for a parameter, or a shard, that does not consist of whole blocks.
+    Nothing if reg_lambda is 0. Raises ValueError for a parameter, or a shard, that does not consist of whole blocks,
+    and for a `prox_skip` of another length than `params`.
     """
     if group["reg_lambda"] == 0:
         return
     pattern = NMPattern.parse(group["pattern"])
     skip = group.get("prox_skip") or [False] * len(group["params"])
+    if len(skip) != len(group["params"]):
+        raise ValueError(
+            f"a param group has {len(group['params'])} parameters, but its prox_skip has {len(skip)} bools; add "
+            "parameters with add_param_group, or give prox_skip a bool for each of them, True = not pruned"
+        )
     for parameter, skipped in zip(group["params"], skip, strict=True):
         if skipped:
             continue

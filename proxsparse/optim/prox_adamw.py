@@ -128,6 +128,9 @@ class ProxAdamW(Optimizer):
         self._model = None if model is None else weakref.ref(model)
         super().__init__(params, defaults)
         param_groups.check_something_to_prune(self.param_groups)
+        held = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+        if stochastic_rounding and torch.bfloat16 not in held:
+            raise ValueError("stochastic_rounding=True is for bfloat16 weights, and there are none; remove it")
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {name: getattr(self, name) for name in SETUP}
@@ -277,6 +280,8 @@ class ProxAdamW(Optimizer):
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")
         group |= EXECUTION
+        if not isinstance(group["seed"], int):
+            raise ValueError(f"seed={group['seed']!r} must be an integer")
         for parameter in group["params"]:
             self._check_rounding(parameter)
         if group["prox_scale"] is not None:

@@ -49,7 +49,7 @@ def empty(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight.new_empty((*leading, columns // 2)), weight.new_empty((*leading, -(-columns // 8)), dtype=torch.uint8)
 
 
-def empty_weight(values: Tensor, indices: Tensor) -> Tensor:
+def empty_weight(values: Tensor) -> Tensor:
     """A tensor for the result of `unpack_nm`, whose content is arbitrary."""
     return values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
 

@@ -72,8 +72,15 @@ def read_metrics(run_dir: Path) -> list[dict]:
     if not path.is_file():
         reason = "the run has not logged a step yet, or trains nothing; wait, or give the --output_dir of another run"
         raise InputError(f"{run_dir}: no metrics.jsonl: {reason}")
-    lines = path.read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    rows = []
+    for number_of_line, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            if line.endswith(b"\n"):
+                rows.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            what = f"{path}, line {number_of_line}: not valid JSON ({error})"
+            raise InputError(f"{what}; delete this line") from error
+    return rows
 
 
 def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -> str:

@@ -32,10 +32,12 @@ def launched_world_size() -> int:
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
         return 1
-    if missing := [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]:
+    missing = [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]
+    if missing or not size.isdecimal():
+        reason = f"not set: {', '.join(missing)}" if missing else "not a number"
         raise InputError(
-            f"WORLD_SIZE={size} in the environment is not from torchrun (not set: {', '.join(missing)}); start several "
-            "processes with torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE={size} in the environment is not from torchrun ({reason}); start several processes with "
+            "torchrun, or unset WORLD_SIZE"
         )
     return int(size)
 

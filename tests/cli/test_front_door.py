@@ -85,6 +85,23 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command):
     assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
 
 
+def test_a_signal_during_garbage_collection_is_not_lost():
+    code = """
+import os, signal, sys, time
+from proxsparse.errors import run_command
+class Loud:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+def main():
+    Loud()
+    time.sleep(30)
+sys.exit(run_command(main))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "\nstopped by SIGTERM\n")
+
+
 def test_a_warning_is_one_line(capsys):
     run_command(lambda: warnings.warn("two\n  lines", stacklevel=1))
     assert capsys.readouterr().err == "warning: two lines\n"
@@ -94,6 +111,7 @@ def test_a_warning_is_one_line(capsys):
     ("size", "more", "words"),
     [
         ("2", {}, "(not set: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); start several processes"),
+        ("two", dict.fromkeys(distributed.SET_BY_TORCHRUN, "0"), "(not a number); start several processes"),
     ],
 )
 def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, monkeypatch, capsys):

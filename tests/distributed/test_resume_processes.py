@@ -1,6 +1,7 @@
 """Several processes that are killed or stopped, and disks that are too small or lost."""
 
 import os
+import re
 from signal import SIGKILL, SIGTERM
 
 import pytest
@@ -78,7 +79,6 @@ def test_a_full_disk_ends_both_processes_when_a_thread_writes(disk, run, tmp_pat
     how = {"processes": 2, "in_thread": True, "output": log}
     assert run(run_dir, before=(CLEAR, 2, "fill", str(disk)), **how) == [2, 2]
     assert "error: checkpoint step-6 could not be written to" in log.read_text()
-    assert "the disk is full" in log.read_text()
     assert saved(run_dir) == ["step-3"]
     (disk / "filler").unlink()
     assert run(run_dir, **how) == [0, 0], log.read_text()[-2000:]
@@ -117,15 +117,30 @@ def disk(tmp_path):
     os.system(f"umount -l {tmp_path / 'disk'} 2>/dev/null")
 
 
-def test_a_lost_disk_leaves_the_last_good_state(disk, run, undisturbed, tmp_path):
-    """It is unmounted during the run: the next save fails, the last one is good."""
+def test_a_disk_that_is_too_small_is_refused_before_the_work(disk, run, tmp_path):
+    log = tmp_path / "log"
+    assert run(mounted("-t tmpfs -o size=10m tmpfs", disk) / "run", output=log) == [2]
+    error = log.read_text().splitlines()[-1]
+    assert re.search(r"run' has 10 MiB free, but the result needs about 16 MiB; free some space or", error)
+
+
+@pytest.mark.parametrize("loss", ["full", "unmounted"])
+def test_a_lost_disk_leaves_the_last_good_state(disk, run, undisturbed, tmp_path, loss):
+    """During the run another program fills the disk, or it is unmounted: the next save fails, the last one is good."""
     run_dir, log, source = disk / "run", tmp_path / "log", tmp_path / "source"
     source.mkdir()
-    mounted(f"--bind {source}", disk)
-    assert run(run_dir, output=log, before=(CLEAR, 2, "unmount", str(disk))) == [2]
+    mounted("-t tmpfs -o size=20m tmpfs" if loss == "full" else f"--bind {source}", disk)
+    event = "fill" if loss == "full" else "unmount"
+    assert run(run_dir, output=log, before=(CLEAR, 2, event, str(disk))) == [2]
     error = log.read_text().splitlines()[-1]
     assert error.startswith("error: checkpoint step-6 could not be written to")
-    assert f"{run_dir} cannot be reached; to resume, run the same command with" in error
-    mounted(f"--bind {source}", disk)
+    if loss == "full":
+        assert "the disk is full" in error
+        command = f"the same command with --output_dir {run_dir} --resume_from_checkpoint last"
+        assert error.endswith(f"checkpoints/step-3 saved; to resume, run {command}")
+        (disk / "filler").unlink()
+    else:
+        assert f"{run_dir} cannot be reached; to resume, run the same command with" in error
+        mounted(f"--bind {source}", disk)
     assert run(run_dir, output=log) == [0], log.read_text()[-2000:]
     assert outcome(run_dir) == undisturbed

@@ -5,6 +5,7 @@ FUZZ_INPUTS=100000 FUZZ_SEED=1124 python -m pytest tests/fuzz -m slow -k damaged
 
 import ast
 import gzip
+import io
 import json
 import os
 import pickle
@@ -13,6 +14,8 @@ import struct
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from fuzz_loaders import LOADERS, Loader, bounded, fuzz, outcome, valid_dense, valid_masks, valid_packed, write
@@ -225,10 +228,12 @@ def test_no_call_trusts_remote_code():
 # ---------------------------------------------------------------------------------------------- the command line
 
 
-def masks_with(in_features):
-    """A mask file with other metadata."""
+def masks_with(in_features=None, pattern=None, **entries):
+    """A mask file with other metadata, or other entries of the header for one layer."""
     header, body = split_safetensors(valid_masks()[0]["masks.safetensors"])
-    header["__metadata__"] |= {"in_features": in_features}
+    metadata = {"in_features": in_features, "pattern": pattern}
+    header["__metadata__"] |= {key: text for key, text in metadata.items() if text}
+    header["down"] |= entries
     return {"masks.safetensors": join_safetensors(header, body)}
 
 
@@ -245,11 +250,23 @@ def packed_with(**entries):
     return files | {"config.json": json.dumps(json.loads(files["config.json"]) | entries)}
 
 
+def parquet_bomb():
+    """A file of some KB that unpacks to 200 MB: 200 rows that name the same entry of a dictionary."""
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200, "int32"), pyarrow.array(["x" * (1 << 20)]))
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), file, compression="zstd")
+    return file.getvalue()
+
+
 DEEP = "[" * 1_000_000
 ALIASES = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)]
 NASTY = {  # name -> files, command
     "masks for 10^18 columns": (masks_with(json.dumps(dict.fromkeys(("up", "down"), 10**18))), "masks"),
     "masks nested deep": (masks_with(DEEP), "masks"),
+    "masks without a pattern": (masks_with(pattern="2:4" * 99), "masks"),
+    "masks of floats": (masks_with(dtype="F32", shape=[6]), "masks"),
+    "masks that overlap": (masks_with(data_offsets=[0, 25]), "masks"),
+    "masks after the end": (masks_with(shape=[2**62, 4]), "masks"),
     "a header of 2^63 bytes": ({"masks.safetensors": struct.pack("<Q", 2**63) + b"{}"}, "masks"),
     "an alias bomb": ({"c.yaml": "\n".join(["a: &a [x, x, x, x, x, x, x, x, x]", *ALIASES, "seq_len: *i"])}, "config"),
     "a tag that runs code": ({"c.yaml": "seq_len: !!python/object/apply:os.system ['touch ran']"}, "config"),
@@ -258,11 +275,14 @@ NASTY = {  # name -> files, command
     "ten megabytes of settings": ({"c.yaml": "#" * 10_000_000}, "config"),
     "a result of 5000 digits": (run_with(steps="9" * 5000), "report"),
     "rows nested deep": ({"a.jsonl": DEEP}, "data"),
+    "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
     "half an archive": ({"a.jsonl.gz": gzip.compress(os.urandom(999))[:500]}, "data"),
+    "one text in 200 rows": ({"a.parquet": parquet_bomb()}, "data"),
     "half a Parquet file": ({"a.parquet": b"PAR1" + bytes(64) + b"PAR1"}, "data"),
     "a config nested deep": (valid_packed()[0] | {"config.json": DEEP}, "unpack"),
     "a billion layers": (packed_with(num_hidden_layers=10**9), "unpack"),
     "layers beyond any float": (packed_with(num_hidden_layers=10**400), "unpack"),
+    "a text for a description": (packed_with(quantization_config="proxsparse"), "unpack"),
     "an index that points out": (
         {"config.json": valid_packed()[0]["config.json"], INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'},
         "unpack",

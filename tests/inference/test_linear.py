@@ -31,8 +31,9 @@ def packed_and_dense(bits=16, in_features=24, out_features=7, backend="auto", pa
 @pytest.mark.parametrize(
     "size",
     [
-        *[(4, 1), (140, 9), (0, 3), (8, 0), (22, 5, "2:4"), (130, 9, "4:6"), (140, 9, "6:8"), (130, 5, "8:10")],
-        *[(896, 2, "6:8"), (14336, 2, "4:6")],
+        *[(4, 1), (12, 3), (20, 128), (256, 1), (140, 9), (0, 3), (8, 0)],
+        *[(896, 2, "6:8"), (4096, 2, "8:10"), (5632, 2, "4:6"), (11008, 2, "8:10"), (14336, 2, "4:6")],
+        *[(22, 5, "2:4"), (24, 3, "4:6"), (130, 9, "4:6"), (256, 7, "6:8"), (140, 9, "6:8"), (130, 5, "8:10")],
     ],
     ids=str,
 )
@@ -284,9 +285,13 @@ def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(deriving, monke
 
 
 def test_a_form_that_would_not_be_read_is_not_prepared(deriving, monkeypatch):
-    auto = SparseLinear.from_linear(pruned_linear())
-    with pytest.raises(ValueError, match="'reference' reads the packed format; no prepare_"):
-        auto.prepare_("reference")
+    auto, other = (SparseLinear.from_linear(pruned_linear(), backend) for backend in ("auto", "reference"))
+    for layer, backend, message in (
+        (auto, "reference", "'reference' reads the packed format; no prepare_"),
+        (other, "deriving", "a layer with backend='reference' never calls 'deriving'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.prepare_(backend)
     monkeypatch.setattr(inference_linear, "MANY_ROWS", 100)
     with pytest.raises(RuntimeError, match="'deriving' does not support this layer: it has had enough rows"):
         auto.prepare_("deriving")

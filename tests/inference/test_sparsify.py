@@ -69,6 +69,8 @@ def test_include_exclude_and_backend():
     ("share", "include", "message"),
     [
         (1 / 512, None, "its weight: not quite 2:4: 1 of 512 blocks have more than 2 nonzeros; prune"),
+        (0.2, None, "102 of 512 blocks are not 2:4; prune"),
+        (0.5, None, "256 of 512 blocks are not 2:4; prune"),
         (0.6, ["mlp"], "its weight is not 2:4 or"),
     ],
 )
@@ -108,7 +110,7 @@ def test_a_layer_of_another_pattern_with_rows_of_zeros():
 
 @pytest.mark.parametrize(
     ("value", "bits", "message"),
-    [(torch.nan, 16, "not quite 2:4"), (torch.inf, 8, "which have no code"), (2e38, 4, "which have no code")],
+    [(torch.nan, 16, "NaN or infinity"), (torch.inf, 8, "which have no code"), (2e38, 4, "which have no code")],
 )
 def test_a_weight_without_a_code_is_refused_by_name_before_any_layer_is_packed(value, bits, message):
     model = pruned_model()

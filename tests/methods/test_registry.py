@@ -1,5 +1,7 @@
 """What holds for every registered method, on every model family."""
 
+import dataclasses
+
 import pytest
 import tiny_models
 import torch
@@ -7,11 +9,14 @@ from pruned import assert_pruned
 from tiny_models import MODELS, byte_tokenizer
 
 from proxsparse import prune_
+from proxsparse.allocations.registry import ALLOCATIONS
 from proxsparse.methods import get_method, list_methods, register_layer_method
 from proxsparse.models.layers import prunable_layers
+from proxsparse.training.options import LearningOptions
 
 # Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
 LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
+ROWS = [*map(get_method, list_methods()), *ALLOCATIONS.values()]
 QUICK = ("llama", "gpt2", "mixtral", "gemma2-mixed")  # every kind of layer and of walk
 
 
@@ -71,3 +76,10 @@ def test_options_need_a_default():
         @register_layer_method("x", updates_weights=False, paper="none")
         def prune_x(weight, statistics, pattern, *, rate):
             """Never registered."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_option_is_described(row):
+    own = row.options.keys() - {one.name for one in dataclasses.fields(LearningOptions)}
+    assert own <= row.descriptions.keys()
+    assert all(5 < len(text) < 120 for name, text in row.descriptions.items() if name in own)

@@ -289,3 +289,15 @@ def test_a_list_is_every_step_alone(device):
     for place, (step, target, alone) in enumerate(zip(steps, masked, expected, strict=True)):
         found = step | ({"out": target.out} if target else {})
         assert all(torch.equal(found[name], alone[name]) for name in alone), place
+
+
+def test_the_three_streams_of_bits_are_uniform_and_independent():
+    count, seed, other = 1 << 16, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+    streams = [bits.double() / 2**16 - 0.5 for bits in reference.random_bits(torch.empty(count), seed)]
+    streams += [reference.random_bits(torch.empty(count), other)[0].double() / 2**16 - 0.5]
+    streams += [streams[0].roll(1), streams[0].roll(4)]
+    for stream in streams:
+        assert abs(stream.mean()) < 4 * 12**-0.5 / count**0.5
+        assert stream.square().mean().item() == pytest.approx(1 / 12, rel=0.02)
+    correlation = torch.corrcoef(torch.stack(streams)).fill_diagonal_(0).abs().max()
+    assert correlation < 5 / count**0.5

@@ -274,3 +274,12 @@ def test_on_amd_triton_serves_and_no_cuda_kernel_does(monkeypatch):
     for backend in (gemv, cutlass):
         assert re.search(reason, backend._supports(x, weight)), backend
     assert (triton._supports(weight, 2, 4) is None) == (importlib.util.find_spec("triton") is not None)
+
+
+def test_the_committed_table_names_its_origin_and_backends_that_exist():
+    for dtypes in json.loads(choice.MEASURED.read_text()).values():
+        for entry in dtypes.values():
+            assert {"device", "torch", "commit", "command", "results"} <= entry["measured"].keys()
+            orders = [names.split(choice.ORDER) for rows in entry["fastest"].values() for names in rows.values()]
+            assert all("reference" in names for names in orders)
+            assert {name for names in orders for name in names} <= set(registry.list_backends("sparse_linear"))

@@ -41,15 +41,15 @@ def rounding(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor | float:
 
 
 @functools.cache
-def judged(dtype: torch.dtype, share: float) -> list[tuple[float, torch.Tensor, torch.Tensor]]:
-    """[(lambda, blocks, their exact prox in float64)]: `share` of a million blocks for float64 and float32.
+def judged(dtype: torch.dtype) -> list[tuple[float, torch.Tensor, torch.Tensor]]:
+    """[(lambda, blocks, their exact prox in float64)]: a million blocks for float64 and float32.
 
     Half of the blocks are in the order of their largest weight, so that neighbours are solved alike. float16 has no
     room for lambda * z_1 from 1e-4 to 1e3 at any other lambda.
     """
     cases = []
     for seed, reg_lambda in enumerate((0.05, 0.1) if dtype in HALF else (0.02, 0.7, 1.0, 30.0)):
-        count = int(share * (25_000 if dtype in HALF else 125_000))
+        count = 25_000 if dtype in HALF else 125_000
         weight = random_blocks(2 * count, reg_lambda, seed=seed).to(dtype)
         weight[count:] = weight[count:][weight[count:].abs().amax(-1).argsort()]
         cases.append((reg_lambda, weight, exact(weight, reg_lambda)))
@@ -57,9 +57,10 @@ def judged(dtype: torch.dtype, share: float) -> list[tuple[float, torch.Tensor, 
 
 
 @each_dtype
-@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_a_million_hard_blocks_match_the_ground_truth(share, dtype, device):
-    for reg_lambda, weight, best in judged(dtype, share / 5 if is_slow(device) else share):
+def test_a_million_hard_blocks_match_the_ground_truth(dtype, device):
+    step = 5 if is_slow(device) else 1
+    for reg_lambda, blocks, best in judged(dtype):
+        weight, best = blocks[::step].contiguous(), best[::step]
         result = prox_nm(weight.view(-1, 1000).to(device), reg_lambda)
         assert device.type == "cpu" or torch.equal(result, prox_nm(weight.view(-1, 1000).to(device), reg_lambda))
         result = result.view(-1, 4).cpu()
@@ -69,7 +70,7 @@ def test_a_million_hard_blocks_match_the_ground_truth(share, dtype, device):
         assert not result[pruned].signbit().any()
         if dtype in HALF:  # only its own rounding separates a weight from the exact prox, except where minimisers tie
             wrong = (result.double() - best).abs() > rounding(dtype, best) + 1e-5 * largest(weight)
-            assert wrong.any(-1).double().mean() <= 1e-3
+            assert wrong.any(-1).double().mean() < 1e-3
 
 
 @each_dtype
@@ -244,3 +245,17 @@ def test_each_weight_of_a_list_is_changed_as_if_alone(device):
                 assert_alike(weight, alone)
             else:
                 assert torch.equal(weight, alone)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_bad_number_does_not_keep_the_general_solver_from_stopping(poison, monkeypatch):
+    sweeps = []
+    original = reference.elementary_symmetric
+    monkeypatch.setattr(reference.prox, "elementary_symmetric", lambda x, k: sweeps.append(k) or original(x, k))
+    weight = random_blocks(9, 0.7, m=8, n=4, seed=23)
+    weight[0] = 0.0
+    reference.prox_nm(weight, 0.7, "4:8")
+    needed = len(sweeps)
+    weight[0, 3] = poison
+    reference.prox_nm(weight, 0.7, "4:8")
+    assert len(sweeps) == 2 * needed

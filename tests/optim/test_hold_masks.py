@@ -293,3 +293,17 @@ def test_replaced_and_added_parameters_are_held_and_old_ones_are_forgotten():
     del model, optimizer, handle, masks
     gc.collect()
     assert weight() is None, "nothing keeps the model alive"
+
+
+def test_sparse_gradients_are_held():
+    layer = torch.nn.Embedding(6, 8, sparse=True)
+    mask = nm_mask(layer.weight.detach().abs())
+    layer.weight.data *= mask
+    optimizer = optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    hold_masks_(optimizer)
+    for _ in range(2):
+        before = layer.weight.detach().clone()
+        layer(torch.tensor([1, 2, 1])).sum().backward()
+        optimizer.step()
+        assert torch.equal(layer.weight != before, mask & torch.tensor([[0], [1], [1], [0], [0], [0]]).bool())
+        assert torch.equal(layer.weight != 0, mask)

@@ -379,3 +379,15 @@ def test_adapters_are_not_pruned(kind, targets):
     trained = [weight for weight in adapted.parameters() if weight.requires_grad]
     with pytest.raises(ValueError, match="nothing to prune"):
         ProxOptimizer(AdamW(trained), reg_lambda=1.0, model=adapted)
+
+
+@pytest.mark.filterwarnings("ignore:not pruned, because of the names")
+@each_optimizer
+def test_a_group_with_another_number_of_parameters_is_refused(make):
+    model = tiny_model()
+    optimizer = make([("embed", model[0].weight), ("proj", model[2].weight)], reg_lambda=1.0)
+    optimizer.param_groups[0]["params"].append(model[0].bias)
+    with pytest.raises(ValueError, match=r"3 parameters, but its prox_skip has 2 .*add_param_group, or give prox_skip"):
+        train(model, optimizer, 1)
+    optimizer.param_groups[0]["prox_skip"].append(True)
+    train(model, optimizer, 1)

@@ -12,6 +12,7 @@ from training import ADAMW, ROUNDINGS, assert_same, loss_of, prox_optimizer, tin
 
 from proxsparse import ProxAdamW, ProxOptimizer
 from proxsparse.ops import masked_weight_, prox_nm_, use_backend
+from proxsparse.optim.prox_adamw import call_seed
 from proxsparse.reference import frozen_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
@@ -300,6 +301,8 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
         ([parameter()], {"betas": 0.9}, r"betas=0.9 must be two numbers"),
         ([parameter()], {"frozen_lambda": -2}, r"frozen_lambda=-2"),
         ([parameter()], {"frozen_eps": 0}, r"frozen_eps=0 must be"),
+        ([parameter()], {"seed": 1.5}, r"seed=1.5 must be an integer"),
+        ([parameter()], {"stochastic_rounding": True}, r"is for bfloat16 weights, and there are none"),
         ([parameter()], {"moment_dtype": torch.float16}, r"moment_dtype=torch.float16 must be torch.bfloat16, or None"),
         ([parameter()], {"stochastic_rounding": True, "master_weights": True}, r"choose one of the two"),
         ([parameter(BF16), parameter(torch.half)], {"stochastic_rounding": True}, r"is torch.float16.*master_weights"),
@@ -359,3 +362,15 @@ def test_sparse_gradients_and_other_dtypes_are_refused_before_anything_moves():
     with pytest.raises(ValueError, match=r"grad is torch.float32 \[4, 24\].*must be bfloat16.*convert it"):
         optimizer.step()
     assert_same(weights(model), before)
+
+
+def test_every_call_has_a_random_seed_of_its_own():
+    seeds = {call_seed(seed, number, step) for seed in range(5) for number in range(50) for step in range(1, 51)}
+    assert len(seeds) == 5 * 50 * 50
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) > 12_450, "the lower half alone tells most of them apart"
+    assert call_seed(-1, 0, 1) == call_seed(2**64 - 1, 0, 1) != call_seed(1, 0, 1)
+    assert sum(seed.bit_count() for seed in seeds) / len(seeds) == pytest.approx(32, abs=0.2)
+    seed, flips = call_seed(7, 3, 11), [1 << i for i in range(20)]  # one bit of the input changes half of the seed
+    others = [x for b in flips for x in (call_seed(7 ^ b, 3, 11), call_seed(7, 3 ^ b, 11), call_seed(7, 3, 11 ^ b))]
+    assert sum((seed ^ other).bit_count() for other in others) / len(others) == pytest.approx(32, abs=4 / 3)

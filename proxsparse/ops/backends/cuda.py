@@ -62,7 +62,7 @@ def _pack_nm(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @register_kernel("unpack_nm", "cuda", supports=_supports_packed)
 def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
-    weight = pack.empty_weight(values, indices)
+    weight = pack.empty_weight(values)
     _call("unpack_24", values, indices, weight)
     return weight
 
