@@ -226,7 +226,7 @@ def test_only_causal_decoders_are_accepted(name, settings, words, tmp_path):
             skeleton(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "length"), [("mpt", 128), ("whisper", 448), ("roberta", 127)])
+@pytest.mark.parametrize(("name", "length"), [("mpt", 128), ("whisper", 448), ("roberta", 127), ("prophetnet", 126)])
 def test_the_context_length_may_have_another_name(name, length):
     """The positions of RoBERTa begin after that of the padding."""
     model = family(name)

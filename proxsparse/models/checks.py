@@ -45,7 +45,8 @@ def context_length(model: nn.Module) -> float:
     limit = next((value for value in values if value > 0), math.inf)  # some configs have -1: no limit
     for name, module in model.named_modules():  # in models like RoBERTa, position 0 has the row after the padding
         if "position" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            limit = min(limit, module.num_embeddings - module.padding_idx - 1)
+            after = 2 if model.config.model_type == "prophetnet" else 1  # it also reads the row of the next position
+            limit = min(limit, module.num_embeddings - module.padding_idx - after)
     return limit
 
 
