@@ -12,7 +12,7 @@ import torch
 from lib.measure import LinearWeights
 from torch import Tensor, nn
 
-from proxsparse.inference.linear import SparseLinear, frozen
+from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import dequantize_nm, nm_mask, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.registry import find_kernel
 from proxsparse.ops.sparse_linear import pad_rows
@@ -127,15 +127,10 @@ def cusparselt(weights: LinearWeights) -> dict[str, Contender]:
 
 
 def quantize_(model: nn.Module, bits: int) -> nn.Module:
-    """Rounds the packed layers of a model from 16 bits to `bits`, in place; they keep the other tensors."""
+    """Rounds the packed layers of a model to codes, in place."""
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, SparseLinear) and layer.bits != bits:
-            codes, scales = quantize_nm(layer.values, bits)
-            sizes = layer.in_features, layer.out_features
-            rounded = SparseLinear(*sizes, False, "meta", layer.dtype, layer.backend, bits, layer.pattern)
-            rounded.values, rounded.scales = frozen(codes), frozen(scales)
-            rounded.indices, rounded.weight, rounded.bias = layer.indices, layer.weight, layer.bias
-            model.set_submodule(name, rounded.train(layer.training))
+        if isinstance(layer, SparseLinear):
+            model.set_submodule(name, layer.quantized(bits))
     return model
 
 

@@ -84,15 +84,22 @@ class SparseLinear(nn.Module):
     ) -> "SparseLinear":
         """Packs an nn.Linear, on its device, and rounds it to `bits`. Raises ValueError if it has another pattern."""
         sizes = linear.in_features, linear.out_features
-        layer = cls(*sizes, False, "meta", linear.weight.dtype, backend, bits, pattern)
+        layer = cls(*sizes, False, "meta", linear.weight.dtype, backend, pattern=pattern)
         values, layer.indices = pack_nm(linear.weight.detach(), layer.pattern)
-        layer.weight = empty_weight(values)
-        if bits in CODES:
-            values, scales = quantize_nm(values, bits)
-            layer.scales = frozen(scales)
-        layer.values = frozen(values)
+        layer.values, layer.weight = frozen(values), empty_weight(values)
         layer.bias = None if linear.bias is None else frozen(linear.bias.detach().clone())
-        return layer.train(linear.training)
+        return layer.train(linear.training).quantized(bits)
+
+    def quantized(self, bits: int) -> "SparseLinear":
+        """This layer, of 16 bits, with `bits`, see `quantize_nm`; it shares the tensors that stay the same."""
+        if bits == 16:
+            return self
+        codes, scales = quantize_nm(self.values, bits)
+        sizes = self.in_features, self.out_features
+        layer = SparseLinear(*sizes, False, "meta", self.values.dtype, self.backend, bits, self.pattern)
+        layer.values, layer.scales = frozen(codes), frozen(scales)
+        layer.indices, layer.weight, layer.bias = self.indices, self.weight, self.bias
+        return layer.train(self.training)
 
     @property
     def dtype(self) -> torch.dtype:
