@@ -27,6 +27,7 @@ def files(tmp_path_factory):
     return write_task_files(tmp_path_factory.mktemp("tasks"), TASKS)
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_a_model_that_knows_the_answers_gets_them_right(files, monkeypatch):
     """Guards against a wrong split, label or field: the log-likelihood of an answer is 0 if it is right, else -50."""

@@ -130,7 +130,7 @@ def check_one_load_phase(kernels: list[Compiled]) -> None:
                 loaded |= {registers[0] + word for word in range(4)}
 
 
-@pytest.mark.parametrize("source", sources(TILES, slow=("sm90",)))
+@pytest.mark.parametrize("source", sources(TILES, slow=("sm90", "sm80_128")))
 def test_cutlass_tiles_compile_into_registers(source, tmp_path):
     target = ["-gencode=arch=compute_90a,code=sm_90a"] if "sm90" in source.name else ["-arch=sm_80"]
     flags = [*cutlass_flags(), "-Xptxas", "-v,-warn-spills"]

@@ -117,6 +117,7 @@ def layouts(tmp_path_factory):
     return compiled(source, program, "-std=c++17", "-arch=sm_90")
 
 
+@pytest.mark.slow
 @each_form
 def test_metadata_matches_the_headers(architecture, shape, layouts):
     indices = random_indices(shape)

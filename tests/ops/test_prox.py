@@ -56,7 +56,7 @@ def judged(dtype: torch.dtype) -> list[tuple[float, torch.Tensor, torch.Tensor]]
     return cases
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype", [pytest.param(DTYPES[0], marks=pytest.mark.slow), *DTYPES[1:]], ids=str)
 def test_a_million_hard_blocks_match_the_ground_truth(dtype, device):
     step = 5 if is_slow(device) else 1
     for reg_lambda, blocks, best in judged(dtype):
@@ -76,7 +76,7 @@ def test_a_million_hard_blocks_match_the_ground_truth(dtype, device):
 @each_dtype
 def test_blocks_of_one_strength(dtype, device):
     """lambda * z_1 decides how a block is solved; up to 1/6 and from 1.3 on the optimum is unique, ties apart."""
-    count = 2_000 if is_slow(device) else 10_000
+    count = 2_000 if is_slow(device) else 5_000
     small = (1e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.06, 0.1, 0.12, 0.16)
     for strength in (*small, 0.17, 0.2, 0.25, 0.3, 0.4, 0.75, 0.95, 1.1, 1.25, 1.31, 10.0, 1e3):
         weight = random_blocks(count, 0.7, seed=2)
@@ -98,7 +98,7 @@ def solved(reg_lambda: float, m: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 @each_dtype
-@pytest.mark.parametrize("m", [8, pytest.param(6, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("m", [6, pytest.param(8, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.slow)])
 def test_hard_blocks_of_which_two_weights_are_dropped(m, dtype, device, require):
     """As good as the reference."""
     for reg_lambda in (0.1,) if dtype == torch.float16 else (0.02, 30.0):
@@ -115,7 +115,7 @@ def test_hard_blocks_of_which_two_weights_are_dropped(m, dtype, device, require)
 @pytest.mark.parametrize("m", [4, 6, 8, 10])
 def test_a_block_does_not_depend_on_its_neighbours(m, dtype, device, require):
     """Blocks are solved together, until all have converged; a weight that is 0 in between may grow again."""
-    count = 480 if is_slow(device) else 48_000
+    count = 480 if is_slow(device) else 9_600
     weight = torch.randn(count, m, generator=torch.Generator().manual_seed(4)).to(device, dtype)
     require(OP, weight, 0.4, m - 2, m)
     alone, in_long_rows = (prox_nm(each, 0.4, f"{m - 2}:{m}") for each in (weight, weight.view(-1, 16 * m)))
