@@ -23,7 +23,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("dequantize_nm", &proxsparse::dequantize_nm, py::arg("codes"), py::arg("scales"), py::arg("values"),
              without_gil);
   module.def("sparse_linear", &proxsparse::sparse_linear, py::arg("x"), py::arg("values"), py::arg("indices"),
-             py::arg("scales"), py::arg("bias"), py::arg("y"), without_gil);
+             py::arg("scales"), py::arg("bias"), py::arg("y"), py::arg("m"), without_gil);
   module.def("sparse_linear_direct", &proxsparse::sparse_linear_direct, py::arg("x"), py::arg("values"),
              py::arg("indices"), py::arg("scales"), py::arg("bias"), py::arg("m"), without_gil);
 }

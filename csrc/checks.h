@@ -212,17 +212,15 @@ inline int64_t expanded_features(int64_t in_features, int64_t m) {
   return (width + step - 1) / step * step;
 }
 
-// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W, or with an (m-2):m W whose windows the
-// kernel finds in x; x and y have one dtype.
+// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed (m-2):m W; x and y have one dtype.
 inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, const at::Tensor& values,
                                 const at::Tensor& indices, const OptionalTensor& scales, const OptionalTensor& bias,
-                                const at::Tensor& y, std::optional<int64_t> m = {}) {
+                                const at::Tensor& y, int64_t m) {
   TORCH_CHECK_VALUE(x.dim() == 2, "x of shape ", x.sizes(), ": it must have two dimensions");
-  TORCH_CHECK_VALUE(!m || (*m >= 4 && *m % 2 == 0 && x.size(1) % 2 == 0), "m=", m.value_or(0), ", x of shape ",
-                    x.sizes(), ": m must be 4, 6, 8, ..., and the number of columns even");
+  TORCH_CHECK_VALUE(m >= 4 && m % 2 == 0 && x.size(1) % 2 == 0, "m=", m, ", x of shape ", x.sizes(),
+                    ": m must be 4, 6, 8, ..., and the number of columns even");
   check_tensor("x", x, device, x.sizes(), x.scalar_type());
-  const int64_t columns = m ? expanded_features(x.size(1), *m) : x.size(1);
-  check_packed_weight(device, x.scalar_type(), columns, values, indices, scales, bias);
+  check_packed_weight(device, x.scalar_type(), expanded_features(x.size(1), m), values, indices, scales, bias);
   check_tensor("y", y, device, {x.size(0), values.size(0)}, x.scalar_type());
 }
 

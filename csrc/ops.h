@@ -67,29 +67,28 @@ void quantize_nm(const at::Tensor& values, const at::Tensor& codes, const at::Te
 // The inverse, code * scale rounded to the dtype of the scales: overwrites values.
 void dequantize_nm(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values);
 
-// y <- x W^T + bias with a packed 2:4 W [out_features, in_features], accumulated in float32. For few rows, numbers of x
-// at weights that are not kept have no effect, even if they are infinite or NaN; many rows are multiplied by the
-// unpacked weight. A CPU that multiplies pairs of bfloat16 treats subnormal numbers as zero.
-//   x        [rows, in_features]; float32 or bfloat16
-//   values   [out_features, in_features / 2], dtype of x or int8 codes; or uint8, [out_features, in_features / 4], with
-//            two codes of 4 bits in each; proxsparse/reference/quantize.py describes the codes
-//   indices  uint8, [out_features, ceil(in_features / 8)]
-//   scales   of codes, dtype of x: [out_features, 1] of int8, [out_features, ceil(in_features / 64)] of 4 bits; or
-//            none
+// y <- x W^T + bias with a W [out_features, in_features] that is packed for blocks of m columns, accumulated in
+// float32. For few rows, numbers of x at weights that are not kept have no effect, even if they are infinite or NaN;
+// many rows are multiplied by the unpacked weight. A CPU that multiplies pairs of bfloat16 treats subnormal numbers as
+// zero.
+//   x        [rows, in_features]; float32 or bfloat16; c below: expanded_features of in_features and m
+//   values   [out_features, c / 2], dtype of x or int8 codes; or uint8, [out_features, c / 4], with two codes of 4 bits
+//            in each; proxsparse/reference/quantize.py describes the codes
+//   indices  uint8, [out_features, ceil(c / 8)]
+//   scales   of codes, dtype of x: [out_features, 1] of int8, [out_features, ceil(c / 64)] of 4 bits; or none
 //   bias     [out_features], dtype of x, or none
 //   y        [rows, out_features], dtype of x; overwritten
 void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
-                   const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y);
+                   const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y, int64_t m);
 
 // y of the same product for x [..., in_features], without the dispatcher of torch, which takes longer than the product
-// of a small layer. The weight is packed for blocks of m columns, see proxsparse/reference/windows.py. None if the call
-// needs the dispatcher (autograd, autocast, a mode), if a tensor is not on the CPU or not contiguous, or if x does not
-// fit the weight.
+// of a small layer. None if the call needs the dispatcher (autograd, autocast, a mode), if a tensor is not on the CPU
+// or not contiguous, or if x does not fit the weight.
 OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
                                     const OptionalTensor& scales, const OptionalTensor& bias, int64_t m);
 
-// The instruction set of the kernels: "default", "avx2", "avx512" or "avx512_bf16". The widest of this CPU, at most the
-// one named by the environment variable PROXSPARSE_CPU_CAPABILITY.
+// The instruction set of the kernels: "default", "avx2", "avx512", "avx512_bf16" or "amx". The widest of this CPU, at
+// most the one named by the environment variable PROXSPARSE_CPU_CAPABILITY.
 std::string cpu_capability();
 
 }  // namespace proxsparse

@@ -11,14 +11,14 @@
 namespace proxsparse {
 namespace {
 
-// In ascending order. A build without the kernels of a name accepts the name as a limit.
-constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
+// In ascending order. A build without the kernels of a name accepts the name as a limit. Only torch has kernels for
+// amx.
+constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16", "amx"};
+constexpr size_t kBf16 = 3, kAmx = 4;
 constexpr const Kernels* kKernels[] = {
     &kDefaultKernels,
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-    &kAvx2Kernels,
-    &kAvx512Kernels,
-    &kAvx512Bf16Kernels,
+    &kAvx2Kernels,    &kAvx512Kernels, &kAvx512Bf16Kernels, &kAvx512Bf16Kernels,
 #endif
 };
 
@@ -26,7 +26,8 @@ size_t widest() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     const bool expands = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
-    return expands && __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+    if (!expands || !__builtin_cpu_supports("avx512bf16")) return kBf16 - 1;
+    return __builtin_cpu_supports("amx-bf16") ? kAmx : kBf16;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
@@ -40,7 +41,7 @@ size_t limit() {
     if (std::string(variable) == kNames[i]) return i;
   }
   throw std::invalid_argument("PROXSPARSE_CPU_CAPABILITY='" + std::string(variable) +
-                              "': choose one of default, avx2, avx512, avx512_bf16");
+                              "': choose one of default, avx2, avx512, avx512_bf16, amx");
 }
 
 size_t capability() {
@@ -51,6 +52,8 @@ size_t capability() {
 }  // namespace
 
 const Kernels& kernels() { return *kKernels[capability()]; }
+
+bool has_amx() { return capability() == kAmx; }
 
 std::string cpu_capability() { return kNames[capability()]; }
 

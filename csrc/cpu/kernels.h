@@ -43,6 +43,7 @@ struct RowPanelsCall {
 
 constexpr int kDepth = 320;           // units of x that are multiplied by one group after the other: up to 40 KB
 constexpr int kUnpackedUnits = 8192;  // of each of the 12 output features of a group: 384 KB, for the L2 cache
+constexpr int kLargestBlock = 64;     // that unpack_features reads
 constexpr int kChunkUnits = 16;       // units of an output feature that are stored together, 64 bytes
 
 struct SparseGemmCall {
@@ -67,6 +68,10 @@ struct Kernels {
   // The scratch has group_features * (kUnpackedUnits + groups * panels * panel_rows) units; groups is end - begin, or
   // groups_together if these are all units of a row.
   void (*sparse_gemm[kCodes][kDtypes])(const SparseGemmCall&, uint32_t* scratch, int64_t begin, int64_t end);
+  // Only for reads_bfloat16: output features begin to end in dense form, [feature, in_features] bfloat16.
+  // The packed columns are those of `in_features` columns in blocks of m.
+  void (*unpack_features[kCodes])(const SparseLinearCall&, int64_t in_features, int m, int64_t begin, int64_t end,
+                                  void* weight);
   int64_t panel_rows, group_features;  // rows of x in a panel, output features in a group
   bool reads_bfloat16;                 // x may be bfloat16 if the values are
 };
@@ -74,7 +79,8 @@ struct Kernels {
 extern const Kernels kDefaultKernels, kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels;
 
 // The kernels for the widest vectors of this CPU, at most those named by the environment variable
-// PROXSPARSE_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16.
+// PROXSPARSE_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16|amx.
 const Kernels& kernels();
+bool has_amx();  // whether torch's matmul of bfloat16 is several times as fast as `kernels()`
 
 }  // namespace proxsparse

@@ -89,28 +89,74 @@ PROXSPARSE_INLINE void decode_values(const SparseLinearCall& call, int64_t featu
   }
 }
 
+// Weights `begin` to `begin + count` of an output feature in dense form, at most kUnpackedUnits units; `to` as in
+// unpack_24_row.
+template <typename Format, Codes codes, typename To>
+PROXSPARSE_INLINE void unpack_feature(const SparseLinearCall& call, int64_t feature, int64_t begin, int64_t count,
+                                      To to) {
+  using Unpacked = Unit<Format>::Weight;
+  const uint8_t* indices = call.indices + feature * ((call.in_features + 7) / 8) + begin / 8;
+  if constexpr (codes == kPlain && sizeof(typename Format::Storage) == sizeof(Unpacked)) {
+    const auto* values = static_cast<const Unpacked*>(call.values) + (feature * call.in_features + begin) / 2;
+    unpack_24_row(values, indices, count, to);
+  } else {
+    alignas(64) Unpacked values[kUnpackedUnits * 2 / sizeof(Unpacked)];
+    decode_values<Format, codes>(call, feature, begin / 2, count / 2, values);
+    unpack_24_row(values, indices, count, to);
+  }
+}
+
+// Pairs of columns from those of their windows, as reference/windows.py: whole blocks, then the remainder. In all
+// windows but one a weight is +0.0.
+template <typename Pair>
+void fold_windows(const Pair* windows, int64_t pairs, int m, Pair* to) {
+  const int last = m / 2 - 1;  // as many windows has a block
+  for (; pairs > last; pairs -= last + 1, windows += 2 * last, to += last + 1) {
+    to[0] = windows[0];
+    for (int i = 1; i < last; ++i) to[i] = windows[2 * i - 1] | windows[2 * i];
+    to[last] = windows[2 * last - 1];
+  }
+  for (int i = 0; i < pairs; ++i) to[i] = windows[2 * i];
+}
+
+// Output features `begin` to `end` in dense form: [feature, in_features].
+template <typename Format, Codes codes>
+void unpack_features(const SparseLinearCall& call, int64_t in_features, int m, int64_t begin, int64_t end,
+                     void* weight) {
+  using Unpacked = Unit<Format>::Weight;
+  using Pair = std::conditional_t<sizeof(Unpacked) == 2, uint32_t, uint64_t>;
+  constexpr int64_t most = kUnpackedUnits * 4 / sizeof(Unpacked);
+  // In whole blocks; their packed columns are in whole groups of a scale.
+  const int64_t columns = in_features == call.in_features ? most : most / (64 * (m - 2)) * 32 * m;
+  auto* row = static_cast<Unpacked*>(weight);
+  for (int64_t feature = begin; feature < end; ++feature, row += in_features) {
+    for (int64_t first = 0; first < in_features; first += columns) {
+      const int64_t count = smaller(columns, in_features - first);
+      if (in_features == call.in_features) {
+        unpack_feature<Format, codes>(call, feature, first, count, [=](int64_t i) { return row + first + i; });
+      } else {
+        alignas(64) Pair windows[most / 2];
+        const int64_t packed = first / m * (2 * m - 4);
+        unpack_feature<Format, codes>(call, feature, packed, count / m * (2 * m - 4) + count % m * 2,
+                                      [&](int64_t i) { return reinterpret_cast<Unpacked*>(windows) + i; });
+        fold_windows(windows, count / 2, m, reinterpret_cast<Pair*>(row + first));
+      }
+    }
+  }
+}
+
 // The weights of a group, from `unit` on, in dense form: [chunk, feature, kChunkUnits units]. Features after the last
 // one are copies of it.
 template <typename Format, Codes codes>
 void unpack_group(const SparseLinearCall& call, int64_t group, int64_t unit, int64_t units, uint32_t* weight) {
-  using Storage = typename Format::Storage;
   using Unpacked = Unit<Format>::Weight;
   constexpr int64_t unit_weights = 4 / sizeof(Unpacked), chunk = kChunkUnits * unit_weights;
-  const int64_t begin = unit * unit_weights, count = units * unit_weights;
   for (int f = 0; f < kGroupFeatures; ++f) {
     const int64_t feature = smaller(group * kGroupFeatures + f, call.out_features - 1);
-    const uint8_t* indices = call.indices + feature * ((call.in_features + 7) / 8) + begin / 8;
     const auto to = [=](int64_t i) PROXSPARSE_INLINED {
       return reinterpret_cast<Unpacked*>(weight) + (i / chunk * kGroupFeatures + f) * chunk + i % chunk;
     };
-    if constexpr (codes == kPlain && sizeof(Storage) == sizeof(Unpacked)) {
-      const auto* values = static_cast<const Unpacked*>(call.values) + (feature * call.in_features + begin) / 2;
-      unpack_24_row(values, indices, count, to);
-    } else {
-      alignas(64) Unpacked values[kUnpackedUnits / 2 * unit_weights];
-      decode_values<Format, codes>(call, feature, begin / 2, count / 2, values);
-      unpack_24_row(values, indices, count, to);
-    }
+    unpack_feature<Format, codes>(call, feature, unit * unit_weights, units * unit_weights, to);
   }
 }
 

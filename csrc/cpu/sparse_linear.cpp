@@ -24,6 +24,10 @@ constexpr int64_t kProductsPerTask = 1 << 18;  // about 10 us of work: a few tim
 constexpr int64_t kFewRows = 28;
 constexpr int64_t kUnitsTogether = 1 << 21;  // of x are multiplied by all weights: 8 MB stay in the L3 cache
 
+// From this number of rows torch's matmul of unpacked weights is faster on a CPU with AMX: at 512 rows of 14336 x 4096
+// seven times. So many weights, 8 MB, are unpacked at a time.
+constexpr int64_t kMatmulRows = 24, kMatmulWeights = 1 << 22;
+
 // Many rows of x are multiplied part by part, so that few parts of x and of a weight stay in the caches. For fewer rows
 // reading the weight matters more, and whole rows of the weight are read faster. Measured with one core of an EPYC.
 constexpr int64_t kRowsForParts = 160, kPart = 2048;
@@ -106,37 +110,6 @@ void many_rows(const SparseLinearCall& call, Codes codes, Dtype dtype, int64_t x
   });
 }
 
-// y <- x W^T + bias for checked tensors, x and y with any leading dimensions.
-void multiply(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
-              const OptionalTensor& bias, const at::Tensor& y) {
-  if (y.numel() == 0) return;
-  const bool reads_dtype = x.scalar_type() == at::kFloat || kernels().reads_bfloat16;
-  const at::Tensor readable = reads_dtype ? x : x.to(at::kFloat);
-  const SparseLinearCall call{readable.const_data_ptr(),
-                              values.const_data_ptr(),
-                              indices.const_data_ptr<uint8_t>(),
-                              data_or_null(scales),
-                              data_or_null(bias),
-                              y.mutable_data_ptr(),
-                              y.numel() / y.size(-1),
-                              x.size(-1),
-                              y.size(-1)};
-  const Dtype dtype = dtype_of(x, "x");
-  const Codes codes = codes_of(values, scales);
-  const int64_t x_size = readable.element_size(), y_size = y.element_size();
-  const int64_t units = std::min<int64_t>(call.in_features * x_size / 4, kPart);
-  const int64_t rows_together = std::min<int64_t>(kUnitsTogether / std::max<int64_t>(units, 1) / 32 * 32, 8192);
-  for (int64_t first = 0; first < call.rows; first += rows_together) {
-    SparseLinearCall part = rows_from(call, first, x_size, y_size);
-    part.rows = std::min(part.rows, rows_together);
-    if (part.rows <= kFewRows || part.in_features == 0) {
-      few_rows(part, codes, dtype);
-    } else {
-      many_rows(part, codes, dtype, x_size, y_size);
-    }
-  }
-}
-
 // Copies a row of x to the windows of its blocks, and fills the row with zeros; proxsparse/reference/windows.py.
 template <typename T>
 void expand_row(const T* x, int64_t in_features, int64_t m, T* row, int64_t expanded) {
@@ -171,6 +144,72 @@ at::Tensor expand(const at::Tensor& x, int64_t m, int64_t expanded) {
   return result;
 }
 
+bool by_matmul(const at::Tensor& x, int64_t rows, int64_t m) {
+  return x.scalar_type() == at::kBFloat16 && kernels().reads_bfloat16 && has_amx() && rows >= kMatmulRows &&
+         x.size(-1) > 0 && m <= kLargestBlock;
+}
+
+// y <- x W^T + bias for bfloat16 x, whose columns are those of the dense weight, in blocks of m.
+void unpacked_matmul(const SparseLinearCall& call, Codes codes, int64_t m, const at::Tensor& x,
+                     const OptionalTensor& bias, const at::Tensor& y) {
+  const int64_t in_features = x.size(-1), most = std::max<int64_t>(kMatmulWeights / in_features / 64, 1) * 64;
+  const int64_t together = std::min(most, call.out_features);
+  const at::Tensor weight = at::empty({together, in_features}, x.options());
+  const at::Tensor x_rows = x.view({call.rows, in_features}), y_rows = y.view({call.rows, call.out_features});
+  auto* unpacked = static_cast<uint16_t*>(weight.mutable_data_ptr());
+  for (int64_t first = 0; first < call.out_features; first += together) {
+    const int64_t features = std::min(together, call.out_features - first);
+    at::parallel_for(0, features, kProductsPerTask / in_features + 1, [&](int64_t begin, int64_t end) {
+      kernels().unpack_features[codes](call, in_features, m, first + begin, first + end,
+                                       unpacked + begin * in_features);
+    });
+    at::Tensor part = y_rows.narrow(1, first, features);
+    const at::Tensor transposed = weight.narrow(0, 0, features).t();
+    if (bias) {
+      at::addmm_out(part, bias->narrow(0, first, features), x_rows, transposed);
+    } else {
+      at::mm_out(part, x_rows, transposed);
+    }
+  }
+}
+
+// y <- x W^T + bias for checked tensors, x and y with any leading dimensions. The columns of x are the `packed` ones of
+// the weight, or those of the dense weight in blocks of m.
+void multiply(const at::Tensor& given, const at::Tensor& values, const at::Tensor& indices,
+              const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y, int64_t m,
+              int64_t packed) {
+  if (y.numel() == 0) return;
+  const int64_t rows = y.numel() / y.size(-1);
+  const bool unpacks = by_matmul(given, rows, m);
+  const at::Tensor x = unpacks || given.size(-1) == packed ? given : expand(given, m, packed);
+  const bool reads_dtype = x.scalar_type() == at::kFloat || kernels().reads_bfloat16;
+  const at::Tensor readable = reads_dtype ? x : x.to(at::kFloat);
+  const SparseLinearCall call{readable.const_data_ptr(),
+                              values.const_data_ptr(),
+                              indices.const_data_ptr<uint8_t>(),
+                              data_or_null(scales),
+                              data_or_null(bias),
+                              y.mutable_data_ptr(),
+                              rows,
+                              packed,
+                              y.size(-1)};
+  const Dtype dtype = dtype_of(x, "x");
+  const Codes codes = codes_of(values, scales);
+  if (unpacks) return unpacked_matmul(call, codes, m, x, bias, y);
+  const int64_t x_size = readable.element_size(), y_size = y.element_size();
+  const int64_t units = std::min<int64_t>(call.in_features * x_size / 4, kPart);
+  const int64_t rows_together = std::min<int64_t>(kUnitsTogether / std::max<int64_t>(units, 1) / 32 * 32, 8192);
+  for (int64_t first = 0; first < call.rows; first += rows_together) {
+    SparseLinearCall part = rows_from(call, first, x_size, y_size);
+    part.rows = std::min(part.rows, rows_together);
+    if (part.rows <= kFewRows || part.in_features == 0) {
+      few_rows(part, codes, dtype);
+    } else {
+      many_rows(part, codes, dtype, x_size, y_size);
+    }
+  }
+}
+
 // Whether a kernel may read the tensor without the dispatcher of torch: a contiguous tensor in the memory of the CPU,
 // without autocast, a mode (fake tensors, counting of flops, vmap, tracing) or a gradient to compute.
 bool is_plain(const at::Tensor& tensor) {
@@ -187,11 +226,11 @@ bool is_plain(const at::Tensor& tensor) {
 }  // namespace
 
 void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
-                   const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y) {
+                   const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y, int64_t m) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "x has dtype ", x.scalar_type(),
                     ": this kernel supports float32 and bfloat16; choose another backend");
-  check_sparse_linear(at::kCPU, x, values, indices, scales, bias, y);
-  multiply(x, values, indices, scales, bias, y);
+  check_sparse_linear(at::kCPU, x, values, indices, scales, bias, y, m);
+  multiply(x, values, indices, scales, bias, y, m, expanded_features(x.size(-1), m));
 }
 
 OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
@@ -211,7 +250,7 @@ OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& value
   auto sizes = x.sizes().vec();
   sizes.back() = values.size(0);
   const at::Tensor y = at::empty(sizes, x.options());
-  multiply(x.size(-1) == expanded ? x : expand(x, m, expanded), values, indices, scales, bias, y);
+  multiply(x, values, indices, scales, bias, y, m, expanded);
   return y;
 }
 

@@ -98,12 +98,12 @@ def nearest(table: dict[str, T], *size: int) -> T:
 
 @functools.cache
 def device_kind(device: torch.device) -> str:
-    """The name of a device in the table: "sm_90" for an H100; for a CPU, its widest vector instructions."""
+    """The name of a device in the table: "sm_90" for an H100; for a CPU, its fastest instructions."""
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     if device.type == "cpu":
         capabilities = torch.cpu.get_capabilities()
-        known = [name for name in ("avx512_bf16", "avx512_f", "avx2") if capabilities.get(name)]
+        known = [name for name in ("amx_bf16", "avx512_bf16", "avx512_f", "avx2") if capabilities.get(name)]
         return " ".join(["cpu", *known[:1]])
     return device.type
 

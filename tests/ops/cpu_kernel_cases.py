@@ -20,7 +20,7 @@ from reference.ground_truth import GAP, assert_optimal, relative_gap
 from torch import Tensor
 
 from proxsparse import _C, nm_mask, prox_nm_, reference, use_backend
-from proxsparse.ops import masked_weight_
+from proxsparse.ops import dequantize_nm, masked_weight_, pack_nm, quantize_nm, unpack_nm
 from proxsparse.reference import pack
 
 IN_FEATURES = [*range(4, 140, 4), 252, 256, 260, 508, 512, 516, 576, 1028]
@@ -89,8 +89,23 @@ def check_linear(dtype, in_features, out_features, rows, at_end):
     for values, indices, scales, multiplied in forms:
         y = fenced(torch.full((rows, out_features), torch.nan, dtype=dtype), at_end)
         x, values, indices, bias = (fenced(tensor, at_end) for tensor in (x, values, indices, bias))
-        _C.sparse_linear(x, values, indices, None if scales is None else fenced(scales, at_end), bias, y)
+        _C.sparse_linear(x, values, indices, None if scales is None else fenced(scales, at_end), bias, y, 4)
         assert_as_good_as_dense(y, x, multiplied, bias)
+
+
+def check_windows(m, in_features, out_features, rows, at_end):
+    """A weight with two of m dropped, which many rows of bfloat16 multiply in dense form on a CPU with amx."""
+    weight = torch.randn(out_features, in_features).bfloat16()
+    whole = in_features // m * m
+    weight[:, :whole] *= reference.nm_mask(weight[:, :whole], f"{m - 2}:{m}")
+    values, indices = pack_nm(weight, f"{m - 2}:{m}")
+    forms = [(values, None), *(quantize_nm(values, bits) for bits in (8, 4))]
+    for stored, scales in forms:
+        exact = stored.double() if scales is None else dequantize_nm(stored, scales.double())
+        x, y = torch.randn(rows, in_features).bfloat16(), torch.full((rows, out_features), torch.nan).bfloat16()
+        x, y, stored, kept = (fenced(tensor, at_end) for tensor in (x, y, stored, indices))
+        _C.sparse_linear(x, stored, kept, None if scales is None else fenced(scales, at_end), None, y, m)
+        assert_as_good_as_dense(y, x, unpack_nm(exact, indices, f"{m - 2}:{m}", in_features))
 
 
 def main():
@@ -101,6 +116,10 @@ def main():
         for dtype in GAP:
             for m in (6, 8, 10):
                 check_two_dropped(dtype, m, at_end)
+        for m in (4, 6, 8, 10, 26):
+            for in_features in (26, 66, 130, 1026, 12_398):
+                check_windows(m, in_features, 5, 3, at_end)
+                check_windows(m, in_features, 5, 40, at_end)
         for in_features in IN_FEATURES:
             for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                 check_pack(dtype, in_features, at_end)

@@ -161,7 +161,7 @@ def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, toolkit, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16", "amx"])
 def test_exact_and_within_its_memory_with_every_instruction_set(capability, compiled):
     """Of cpu_kernel_cases.py, which prints the instruction set that ran."""
     environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}

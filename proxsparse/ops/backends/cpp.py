@@ -86,10 +86,14 @@ def _supports_sparse_linear(x: Tensor, values: Tensor, scales: Tensor | None = N
 
 
 @register_kernel(
-    "sparse_linear", "cpp", supports=_supports_sparse_linear, direct=getattr(_C, "sparse_linear_direct", None)
+    "sparse_linear",
+    "cpp",
+    supports=_supports_sparse_linear,
+    direct=getattr(_C, "sparse_linear_direct", None),
+    windows=True,
 )
-def _sparse_linear(x, values, indices, bias, prepared, scales=None) -> Tensor:
+def _sparse_linear(x, values, indices, bias, prepared, scales=None, m=4) -> Tensor:
     y = x.new_empty((len(x), len(values)))
     scales, bias = (None if tensor is None else tensor.contiguous() for tensor in (scales, bias))
-    _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), scales, bias, y)
+    _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), scales, bias, y, m)
     return y
