@@ -184,9 +184,7 @@ inline Codes codes_of(const at::Tensor& values, const OptionalTensor& scales) {
 inline void check_packed_weight(at::DeviceType device, at::ScalarType dtype, int64_t in_features,
                                 const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
                                 const OptionalTensor& bias) {
-  TORCH_CHECK_VALUE(values.dim() == 2 && in_features % 4 == 0, "values of shape ", values.sizes(),
-                    " and in_features=", in_features,
-                    ": values must have two dimensions, and in_features must be a multiple of 4");
+  TORCH_CHECK_VALUE(values.dim() == 2, "values of shape ", values.sizes(), ": they must have two dimensions");
   const int64_t out_features = values.size(0);
   if (!scales) {
     check_tensor("values", values, device, {out_features, in_features / 2}, dtype);

@@ -11,10 +11,10 @@
 namespace proxsparse {
 namespace {
 
-// In ascending order. A build without the kernels of a name accepts the name as a limit. Only torch has kernels for
-// amx.
+// In ascending order. A build without the kernels of a name accepts the name as a limit. amx has the kernels of
+// avx512_bf16, and uses torch's matmul for many rows.
+enum Capability : size_t { kDefault, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16", "amx"};
-constexpr size_t kBf16 = 3, kAmx = 4;
 constexpr const Kernels* kKernels[] = {
     &kDefaultKernels,
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -26,12 +26,12 @@ size_t widest() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     const bool expands = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
-    if (!expands || !__builtin_cpu_supports("avx512bf16")) return kBf16 - 1;
-    return __builtin_cpu_supports("amx-bf16") ? kAmx : kBf16;
+    if (!expands || !__builtin_cpu_supports("avx512bf16")) return kAvx512;
+    return __builtin_cpu_supports("amx-bf16") ? kAmx : kAvx512Bf16;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2;
 #endif
-  return 0;
+  return kDefault;
 }
 
 size_t limit() {

@@ -29,7 +29,11 @@ constexpr Kernels kKernels = {
     {{sparse_gemm_groups<Float32, kPlain>, nullptr, sparse_gemm_groups<BFloat16, kPlain>, nullptr},
      {sparse_gemm_groups<Float32, kInt8>, nullptr, sparse_gemm_groups<BFloat16, kInt8>, nullptr},
      {sparse_gemm_groups<Float32, kInt4>, nullptr, sparse_gemm_groups<BFloat16, kInt4>, nullptr}},
-    {unpack_features<BFloat16, kPlain>, unpack_features<BFloat16, kInt8>, unpack_features<BFloat16, kInt4>},
+#ifdef PROXSPARSE_BF16
+    {unpack_features<kPlain>, unpack_features<kInt8>, unpack_features<kInt4>},
+#else
+    {},
+#endif
     kPanelRows,
     kGroupFeatures,
     kReadsBFloat16,

@@ -106,10 +106,16 @@ PROXSPARSE_INLINE void unpack_feature(const SparseLinearCall& call, int64_t feat
   }
 }
 
-// Pairs of columns from those of their windows, as reference/windows.py: whole blocks, then the remainder. In all
-// windows but one a weight is +0.0.
-template <typename Pair>
-void fold_windows(const Pair* windows, int64_t pairs, int m, Pair* to) {
+// Makes -0.0 to +0.0 in pairs of bfloat16. Two windows have the place of a column; the one without its weight may keep
+// a zero there, of a code with a negative scale.
+inline void clear_negative_zeros(uint32_t* pairs, int64_t count) {
+  constexpr uint32_t kMagnitudes = 0x7fff7fff;
+  for (int64_t i = 0; i < count; ++i) pairs[i] &= kMagnitudes | ((pairs[i] & kMagnitudes) + kMagnitudes);
+}
+
+// Pairs of columns from those of their windows, as reference/windows.py: whole blocks, then the remainder. A column has
+// its weight in one window, and +0.0 in the other.
+inline void fold_windows(const uint32_t* windows, int64_t pairs, int m, uint32_t* to) {
   const int last = m / 2 - 1;  // as many windows has a block
   for (; pairs > last; pairs -= last + 1, windows += 2 * last, to += last + 1) {
     to[0] = windows[0];
@@ -120,27 +126,27 @@ void fold_windows(const Pair* windows, int64_t pairs, int m, Pair* to) {
 }
 
 // Output features `begin` to `end` in dense form: [feature, in_features].
-template <typename Format, Codes codes>
+template <Codes codes>
 void unpack_features(const SparseLinearCall& call, int64_t in_features, int m, int64_t begin, int64_t end,
                      void* weight) {
-  using Unpacked = Unit<Format>::Weight;
-  using Pair = std::conditional_t<sizeof(Unpacked) == 2, uint32_t, uint64_t>;
-  constexpr int64_t most = kUnpackedUnits * 4 / sizeof(Unpacked);
-  // In whole blocks; their packed columns are in whole groups of a scale.
-  const int64_t columns = in_features == call.in_features ? most : most / (64 * (m - 2)) * 32 * m;
-  auto* row = static_cast<Unpacked*>(weight);
+  constexpr int64_t most = 2 * kUnpackedUnits;
+  const bool windowed = in_features != call.in_features;
+  // Whole blocks, whose packed columns are whole groups of a scale.
+  const int64_t columns = windowed ? most / (64 * (m - 2)) * 32 * m : most;
+  alignas(64) uint32_t windows[kUnpackedUnits];
+  auto* row = static_cast<uint16_t*>(weight);
   for (int64_t feature = begin; feature < end; ++feature, row += in_features) {
     for (int64_t first = 0; first < in_features; first += columns) {
       const int64_t count = smaller(columns, in_features - first);
-      if (in_features == call.in_features) {
-        unpack_feature<Format, codes>(call, feature, first, count, [=](int64_t i) { return row + first + i; });
-      } else {
-        alignas(64) Pair windows[most / 2];
-        const int64_t packed = first / m * (2 * m - 4);
-        unpack_feature<Format, codes>(call, feature, packed, count / m * (2 * m - 4) + count % m * 2,
-                                      [&](int64_t i) { return reinterpret_cast<Unpacked*>(windows) + i; });
-        fold_windows(windows, count / 2, m, reinterpret_cast<Pair*>(row + first));
+      if (!windowed) {
+        unpack_feature<BFloat16, codes>(call, feature, first, count, [=](int64_t i) { return row + first + i; });
+        continue;
       }
+      const int64_t packed = first / m * (2 * m - 4), width = count / m * (2 * m - 4) + count % m * 2;
+      unpack_feature<BFloat16, codes>(call, feature, packed, width,
+                                      [&](int64_t i) { return reinterpret_cast<uint16_t*>(windows) + i; });
+      clear_negative_zeros(windows, width / 2);
+      fold_windows(windows, count / 2, m, reinterpret_cast<uint32_t*>(row + first));
     }
   }
 }

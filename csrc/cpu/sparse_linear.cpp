@@ -1,4 +1,4 @@
-// x W^T + bias with a packed 2:4 W on the CPU: checks and threads.
+// x W^T + bias with a packed W on the CPU: checks, threads, and torch's matmul of unpacked parts.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -24,8 +24,9 @@ constexpr int64_t kProductsPerTask = 1 << 18;  // about 10 us of work: a few tim
 constexpr int64_t kFewRows = 28;
 constexpr int64_t kUnitsTogether = 1 << 21;  // of x are multiplied by all weights: 8 MB stay in the L3 cache
 
-// From this number of rows torch's matmul of unpacked weights is faster on a CPU with AMX: at 512 rows of 14336 x 4096
-// seven times. So many weights, 8 MB, are unpacked at a time.
+// From this number of rows torch's matmul of unpacked weights is faster on a CPU with AMX, for 192 x 576 and larger:
+// seven times with 512 rows of 14336 x 4096. kMatmulWeights, 8 MB, are unpacked at a time, or 64 rows of the weight if
+// these are more.
 constexpr int64_t kMatmulRows = 24, kMatmulWeights = 1 << 22;
 
 // Many rows of x are multiplied part by part, so that few parts of x and of a weight stay in the caches. For fewer rows
@@ -144,9 +145,10 @@ at::Tensor expand(const at::Tensor& x, int64_t m, int64_t expanded) {
   return result;
 }
 
+// oneDNN has the kernels for AMX.
 bool by_matmul(const at::Tensor& x, int64_t rows, int64_t m) {
-  return x.scalar_type() == at::kBFloat16 && kernels().reads_bfloat16 && has_amx() && rows >= kMatmulRows &&
-         x.size(-1) > 0 && m <= kLargestBlock;
+  return has_amx() && at::globalContext().userEnabledMkldnn() && x.scalar_type() == at::kBFloat16 &&
+         rows >= kMatmulRows && x.size(-1) > 0 && m <= kLargestBlock;
 }
 
 // y <- x W^T + bias for bfloat16 x, whose columns are those of the dense weight, in blocks of m.
@@ -173,13 +175,12 @@ void unpacked_matmul(const SparseLinearCall& call, Codes codes, int64_t m, const
   }
 }
 
-// y <- x W^T + bias for checked tensors, x and y with any leading dimensions. The columns of x are the `packed` ones of
-// the weight, or those of the dense weight in blocks of m.
+// y <- x W^T + bias for checked tensors, x and y with any leading dimensions. x has the columns of the dense weight, in
+// blocks of m; a kernel that reads packed columns gets x expanded.
 void multiply(const at::Tensor& given, const at::Tensor& values, const at::Tensor& indices,
-              const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y, int64_t m,
-              int64_t packed) {
+              const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y, int64_t m) {
   if (y.numel() == 0) return;
-  const int64_t rows = y.numel() / y.size(-1);
+  const int64_t rows = y.numel() / y.size(-1), packed = expanded_features(given.size(-1), m);
   const bool unpacks = by_matmul(given, rows, m);
   const at::Tensor x = unpacks || given.size(-1) == packed ? given : expand(given, m, packed);
   const bool reads_dtype = x.scalar_type() == at::kFloat || kernels().reads_bfloat16;
@@ -230,7 +231,7 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
   TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "x has dtype ", x.scalar_type(),
                     ": this kernel supports float32 and bfloat16; choose another backend");
   check_sparse_linear(at::kCPU, x, values, indices, scales, bias, y, m);
-  multiply(x, values, indices, scales, bias, y, m, expanded_features(x.size(-1), m));
+  multiply(x, values, indices, scales, bias, y, m);
 }
 
 OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
@@ -250,7 +251,7 @@ OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& value
   auto sizes = x.sizes().vec();
   sizes.back() = values.size(0);
   const at::Tensor y = at::empty(sizes, x.options());
-  multiply(x, values, indices, scales, bias, y, m, expanded);
+  multiply(x, values, indices, scales, bias, y, m);
   return y;
 }
 

@@ -94,8 +94,11 @@ def check_linear(dtype, in_features, out_features, rows, at_end):
 
 
 def check_windows(m, in_features, out_features, rows, at_end):
-    """A weight with two of m dropped, which many rows of bfloat16 multiply in dense form on a CPU with amx."""
-    weight = torch.randn(out_features, in_features).bfloat16()
+    """A weight with two of m dropped, which many rows of bfloat16 multiply in dense form on a CPU with amx.
+
+    Some kept weights are 0, so that a column may be kept, as 0, in a window that does not have its weight.
+    """
+    weight = torch.randn(out_features, in_features).bfloat16() * (torch.rand(out_features, in_features) < 0.7)
     whole = in_features // m * m
     weight[:, :whole] *= reference.nm_mask(weight[:, :whole], f"{m - 2}:{m}")
     values, indices = pack_nm(weight, f"{m - 2}:{m}")
