@@ -1,6 +1,6 @@
 # Commands for a newcomer; each does all its own set-up in .venv:
 #   make prune         learn the 2:4 mask of a 135M-parameter language model, with no network beyond the packages
-#   make test          run the tests that are quick, in parallel: four minutes on two cores
+#   make test          run the tests that are quick, in parallel: three minutes on two cores
 #   make test-full     run the slow ones: long matrices, fuzzing, many processes, kills
 #   make docs          build the documentation: docs/_build/index.html
 #   make test-oldest   run the tests on the oldest supported torch and transformers, in .venv-oldest: 5 GB of packages

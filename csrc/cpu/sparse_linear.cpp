@@ -25,7 +25,7 @@ constexpr int64_t kFewRows = 28;
 constexpr int64_t kUnitsTogether = 1 << 21;  // of x are multiplied by all weights: 8 MB stay in the L3 cache
 
 // From this number of rows torch's matmul of unpacked weights is faster on a CPU with AMX, for 192 x 576 and larger:
-// seven times with 512 rows of 14336 x 4096. kMatmulWeights, 8 MB, are unpacked at a time, or 64 rows of the weight if
+// eight times with 512 rows of 14336 x 4096. kMatmulWeights, 8 MB, are unpacked at a time, or 64 rows of the weight if
 // these are more.
 constexpr int64_t kMatmulRows = 24, kMatmulWeights = 1 << 22;
 

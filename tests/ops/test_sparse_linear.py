@@ -123,6 +123,15 @@ def test_any_number_of_rows_and_any_strides(dtype, bits, out_features, in_featur
         assert torch.equal(y_strided, y)
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_many_rows_where_onednn_is_off(bits, kernel):
+    """Also on a CPU with AMX the kernel for other CPUs then multiplies."""
+    values, indices, scales, weight = weight_of((53, 1028), torch.bfloat16, bits)
+    x = torch.randn(70, 1028).bfloat16()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert_as_good_as_dense(kernel.run(x, values, indices, None, None, scales), x, weight)
+
+
 @kernel_dtypes
 def test_nan_and_infinity_stay_in_their_row_and_meet_the_kept_weights_alone(dtype, kernel):
     weight, x = pruned_weight((40, 64), dtype), torch.ones(50, 64, dtype=dtype)
