@@ -130,7 +130,7 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, args: R
     if "finetune" in table and not table["finetune"] < before:
         found.append(
             f"fine-tuning has not improved the model (perplexity {table['finetune']:.2f}, before {before:.2f}): give "
-            f"more text (--num_samples), or change --learning_rate (now {args.training.learning_rate:g})"
+            f"more text (--num_samples), or change --learning_rate (now {figures['learning_rate']:g})"
         )
     if args.method != PROXSPARSE:
         return found

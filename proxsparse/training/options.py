@@ -185,4 +185,8 @@ class FinetuneOptions(LoopOptions):
     )
     evals: int = flag(10, "number of measurements of the held-out loss after that at the start", valid=AT_LEAST_1)
     distill: float = flag(0.5, "weight of the distillation from the teacher in the loss, 0 to 1", valid=SHARE)
-    learning_rate: float = flag(3e-4, "learning rate after the warm-up", valid=POSITIVE)
+    learning_rate: float | None = flag(
+        None,
+        "learning rate after the warm-up; default: 3e-4, or 1.5e-4 if every layer keeps more than half of its weights",
+        valid=POSITIVE,
+    )

@@ -14,7 +14,7 @@ from proxsparse import NMPattern, pack, prune
 from proxsparse.errors import InputError
 from proxsparse.finetune import main
 from proxsparse.io.mask_files import load_masks
-from proxsparse.methods.finetune import split
+from proxsparse.methods.finetune import default_learning_rate, split
 from proxsparse.models.loading import load_model
 from proxsparse.training.best_weights import BestWeights
 from proxsparse.training.options import FinetuneOptions
@@ -118,6 +118,22 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     flags = ["--method", "wanda", "--allocation", "sensitivity"]
     pruned = run(prune.main, tiny_llama, text_file, tmp_path / "mixed", *flags)
     assert tune("tuned", model=tmp_path / "mixed")["patterns"] == pruned["patterns"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags", "rate"),
+    [("1:4", "", 3e-4), ("2:4", "", 3e-4), ("6:8", "", 1.5e-4), ("6:8", "--learning_rate 2e-4", 2e-4)],
+)
+def test_learning_rate_of_milder_patterns(pattern, flags, rate, tune, tmp_path):
+    foreign = save_pruned_model(tmp_path / "foreign", pattern=pattern)
+    result = tune("run", "--distill", "0", *flags.split(), model=foreign)
+    rates = [row["learning_rate"] for row in rows_in(tmp_path / "run" / "metrics.jsonl")]
+    assert result["learning_rate"] == max(rates) == rate
+
+
+def test_learning_rate_of_mixed_patterns():
+    assert default_learning_rate([NMPattern(6, 8), NMPattern(2, 4)]) == 3e-4
+    assert default_learning_rate([NMPattern(6, 8), NMPattern(4, 6)]) == 1.5e-4
 
 
 def test_the_recorded_mask_is_held(tune, pruned, tmp_path):
