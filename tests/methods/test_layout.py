@@ -45,12 +45,12 @@ def test_the_model_computes_the_same_and_has_the_same_state(family):
     model, untouched = BUILDERS[family](), BUILDERS[family]()
     expected, before = logits(untouched), untouched.state_dict()
     assert unfold_linears_(unfold_linears_(model)) is model
-    assert torch.equal(logits(model), expected)
+    torch.testing.assert_close(logits(model), expected)  # some CPUs multiply by a transposed weight in another order
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in untouched.parameters())
-    assert torch.equal(logits(model), expected)  # also after the weights have been joined for the state_dict
+    torch.testing.assert_close(logits(model), expected)  # also after the weights have been joined for the state_dict
 
 
 @pytest.mark.parametrize("declared", [None, False, True])
