@@ -26,9 +26,18 @@ def nemotron_h():
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
+def gpt_oss_without_biases():
+    model = family_model("gpt_oss")
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj_bias"):
+            nn.init.zeros_(parameter)
+    return model
+
+
 BUILDERS = {name: functools.partial(own_layout, name) for name in MODELS}
 # gpt_oss: experts with biases, weights stored [in_features, out_features], and a gate of their own
 BUILDERS |= {"gpt-oss": functools.partial(family_model, "gpt_oss"), "nemotron-h": nemotron_h}
+BUILDERS |= {"gpt-oss without biases": gpt_oss_without_biases}
 FOLDED = ["gpt2", "mixtral", "qwen3-moe", "gpt-oss", "nemotron-h"]
 
 
@@ -45,12 +54,16 @@ def test_the_model_computes_the_same_and_has_the_same_state(family):
     model, untouched = BUILDERS[family](), BUILDERS[family]()
     expected, before = logits(untouched), untouched.state_dict()
     assert unfold_linears_(unfold_linears_(model)) is model
-    torch.testing.assert_close(logits(model), expected)  # some CPUs multiply by a transposed weight in another order
+    # GPT-OSS adds the bias of an expert after the product, nn.Linear within it: on some CPUs the last bits differ
+    rounding = {} if family == "gpt-oss" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(logits(model), expected, **rounding)
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in untouched.parameters())
-    torch.testing.assert_close(logits(model), expected)  # also after the weights have been joined for the state_dict
+    torch.testing.assert_close(
+        logits(model), expected, **rounding
+    )  # also after the weights have been joined for the state_dict
 
 
 @pytest.mark.parametrize("declared", [None, False, True])
