@@ -48,7 +48,8 @@ def run_type(name: str, folder: Path) -> dict[str, str]:
 
     saved, pruned = folder / "model", folder / "magnitude"
     model = ["--model", str(saved), "--eval_data", "none", "--device", "cpu"]
-    data = ["--data", str(save_texts(folder / "text.jsonl")), "--num_samples", "8", "--seq_len", "64"]
+    text = str(save_texts(folder / "text.jsonl"))
+    data = ["--data", text, "--num_samples", "8", "--seq_len", "64", "--precision", "mixed"]  # as on a GPU
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         outcome = {"build": attempt(lambda flags: save_family(name, saved), [], saved)}
         if outcome["build"] == "works":
