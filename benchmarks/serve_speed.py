@@ -35,7 +35,7 @@ from lib.random_models import KINDS, random_model
 
 from proxsparse import pack
 from proxsparse.errors import InputError, run_command
-from proxsparse.models.loading import EMBEDDED_MODEL, load_tokenizer
+from proxsparse.models.loading import EMBEDDED_MODEL, local_files, read_tokenizer
 from proxsparse.runtime.device import choose_device
 
 START_SECONDS = 600
@@ -119,7 +119,7 @@ def save_models(args: argparse.Namespace, scratch: Path) -> dict[str, Path]:
     folders = {form: scratch / form for form in ("dense", "packed")}
     model = random_model(args.model, args.layers, getattr(torch, args.dtype), torch.device("cpu"), sparse=False)
     model.generation_config.eos_token_id = None
-    for part in (model, load_tokenizer(EMBEDDED_MODEL)):
+    for part in (model, read_tokenizer(*local_files(EMBEDDED_MODEL))):
         part.save_pretrained(folders["dense"])
     pack.main([str(folders["dense"]), "--output_dir", str(folders["packed"])])
     return folders
@@ -127,7 +127,7 @@ def save_models(args: argparse.Namespace, scratch: Path) -> dict[str, Path]:
 
 def single_words(vocabulary: int) -> list[str]:
     """The words, each after a space, that are one of the first tokens."""
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    tokenizer = read_tokenizer(*local_files(EMBEDDED_MODEL))
     found = {tokenizer.decode([number]).strip() for number in range(min(vocabulary, len(tokenizer)))}
     found = sorted(f" {word}" for word in found if word.isascii() and word.isalpha())
     tokens = tokenizer(found, add_special_tokens=False)["input_ids"]

@@ -25,7 +25,7 @@ from proxsparse import finetune, prune
 from proxsparse.data.sources import load_texts
 from proxsparse.errors import InputError
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.models.loading import load_tokenizer
+from proxsparse.models.loading import local_files, read_tokenizer
 from proxsparse.ops import choice, registry, unpack_nm
 from proxsparse.ops.registry import Kernel
 
@@ -134,7 +134,7 @@ def test_own_text_is_drawn_from_the_distribution_of_the_model(text_file, tmp_pat
         drawn.append(load_texts(f"{tmp_path}/own.jsonl", "train"))
     assert "own.jsonl: 36 tokens in " in capsys.readouterr().out
     assert drawn[0] == drawn[1]
-    tokenizer, joined = load_tokenizer(str(model)), "\n\n".join(load_texts(str(text_file), "train"))
+    tokenizer, joined = read_tokenizer(*local_files(str(model))), "\n\n".join(load_texts(str(text_file), "train"))
     prompts = [tokenizer.decode(tokenizer(sample).input_ids[:5]) for sample in drawn[0]]
     assert len(set(drawn[0])) == 3
     assert all(prompt in joined for prompt in prompts)

@@ -101,13 +101,6 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     return unfold_linears_(model.eval()), tokenizer
 
 
-def load_tokenizer(name: str):
-    """The tokenizer of a model; its weights are not loaded. Raises InputError as `load_model`."""
-    source, gguf_file = local_files(name)
-    with one_line(f"cannot load the tokenizer of {name!r}", "check its files"):
-        return read_tokenizer(source, gguf_file)
-
-
 def read_tokenizer(folder: str, gguf_file: str | None):
     """The tokenizer in a folder, or in a GGUF file of the folder."""
     keywords = {"gguf_file": gguf_file} if gguf_file else {}
