@@ -89,12 +89,11 @@ def train_kept_weights(
 
 
 def default_learning_rate(patterns: Iterable[NMPattern]) -> float:
-    """3e-4; half of it if all layers keep at least three quarters of their weights, as with 6:8.
+    """3e-4; half of it if all layers keep at least two thirds of their weights, as with 4:6.
 
-    Of SmolLM2-135M with 6:8, half of the change that 3e-4 made gave a lower perplexity than all of it (docs/results.md,
-    "Between 2:4 and dense"). 4:6 was not measured with less than 3e-4.
+    3e-4 changes a model that has lost little too much: docs/results.md, "Between 2:4 and dense".
     """
-    return 1.5e-4 if min(pattern.density for pattern in patterns) >= 0.75 else 3e-4
+    return 1.5e-4 if min(pattern.density for pattern in patterns) >= 2 / 3 else 3e-4
 
 
 def split(batches: Sequence[Batch], options: FinetuneOptions) -> tuple[Sequence[Batch], list[Batch]]:

@@ -187,6 +187,6 @@ class FinetuneOptions(LoopOptions):
     distill: float = flag(0.5, "weight of the distillation from the teacher in the loss, 0 to 1", valid=SHARE)
     learning_rate: float | None = flag(
         None,
-        "learning rate after the warm-up; default: 3e-4, or 1.5e-4 if every layer keeps at least 3/4 of its weights",
+        "learning rate after the warm-up; default: 3e-4, or 1.5e-4 if every layer keeps at least 2/3 of its weights",
         valid=POSITIVE,
     )

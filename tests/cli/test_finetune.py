@@ -125,7 +125,7 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     [
         ("1:4", "", 3e-4),
         ("2:4", "", 3e-4),
-        ("4:6", "", 3e-4),
+        ("4:6", "", 1.5e-4),
         ("6:8", "", 1.5e-4),
         ("6:8", "--learning_rate 2e-4", 2e-4),
     ],
@@ -138,8 +138,8 @@ def test_learning_rate_of_milder_patterns(pattern, flags, rate, tune, tmp_path):
 
 
 def test_learning_rate_of_mixed_patterns():
-    assert default_learning_rate([NMPattern(6, 8), NMPattern(4, 6)]) == 3e-4
-    assert default_learning_rate([NMPattern(6, 8), NMPattern(8, 10)]) == 1.5e-4
+    assert default_learning_rate([NMPattern(6, 8), NMPattern(2, 4)]) == 3e-4
+    assert default_learning_rate([NMPattern(8, 10), NMPattern(4, 6)]) == 1.5e-4
 
 
 def test_the_recorded_mask_is_held(tune, pruned, tmp_path):
