@@ -71,9 +71,9 @@ void dequantize_nm(const at::Tensor& codes, const at::Tensor& scales, const at::
 // float32. For few rows, numbers of x at weights that are not kept have no effect, even if they are infinite or NaN;
 // many rows are multiplied by the unpacked weight. A CPU that multiplies pairs of bfloat16 treats subnormal numbers as
 // zero.
-//   x        [rows, in_features]; float32 or bfloat16; c below: expanded_features of in_features and m
-//   values   [out_features, c / 2], dtype of x or int8 codes; or uint8, [out_features, c / 4], with two codes of 4 bits
-//            in each; proxsparse/reference/quantize.py describes the codes
+//   x        [rows, in_features]; float32 or bfloat16
+//   values   c = expanded_features(in_features, m): [out_features, c / 2], dtype of x or int8 codes; or uint8,
+//            [out_features, c / 4], with two codes of 4 bits in each, see proxsparse/reference/quantize.py
 //   indices  uint8, [out_features, ceil(c / 8)]
 //   scales   of codes, dtype of x: [out_features, 1] of int8, [out_features, ceil(c / 64)] of 4 bits; or none
 //   bias     [out_features], dtype of x, or none

@@ -45,7 +45,7 @@ from proxsparse.training.options import FinetuneOptions, check_fields
 
 # values of the type of each argument
 TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42, "max_windows": -1}
-TYPICAL |= {"save_steps": 1}
+TYPICAL |= {"save_steps": 1, "learning_rate": 3e-4}
 # What these functions have instead of a flag with another name
 IN_PYTHON = {"--precision fp32": "model.float()", "--output_dir": "checkpoints"}
 

@@ -60,6 +60,34 @@ def test_parquet(tmp_path):
         load_texts(str(tmp_path / "a.parquet"), "train")
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        lambda pyarrow, texts: pyarrow.array(texts).dictionary_encode(),
+        lambda pyarrow, texts: pyarrow.array(texts),
+        lambda pyarrow, texts: pyarrow.array([{"text": text, "n": 1} for text in texts]),
+        lambda pyarrow, texts: pyarrow.array([[text, None] for text in texts], pyarrow.list_(pyarrow.string())),
+        lambda pyarrow, texts: pyarrow.array(
+            [[("text", text)] for text in texts], pyarrow.map_(pyarrow.string(), pyarrow.string())
+        ),
+    ],
+    ids=["dictionary", "strings", "structs", "lists", "maps"],
+)
+@pytest.mark.parametrize(("limit", "accepted"), [(2_600_000, True), (2_400_000, False)])
+def test_size_of_a_parquet_file(tmp_path, monkeypatch, column, limit, accepted):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"{i:04}" + "x" * 1000 for i in range(2500)]  # three batches of 2.5 MB in all
+    file, numbers = tmp_path / "a.parquet", pyarrow.array([7, None] * 1250).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": column(pyarrow, texts), "n": numbers}), file)
+    monkeypatch.setattr(sources, "UNPACKED_ALWAYS", limit)
+    monkeypatch.setattr(sources, "UNPACKED_RATIO", 1)
+    if accepted:
+        assert len(list(sources.read_parquet(file))) == 2500
+    else:
+        with pytest.raises(InputError, match=r"expands to over 1 times its size; .* convert it to JSON lines"):
+            list(sources.read_parquet(file))
+
+
 def test_a_folder_is_read_in_sorted_order(tmp_path):
     write(tmp_path / "c.bin", b"\xff")
     with pytest.raises(InputError, match="no text file in this folder"):

@@ -198,6 +198,7 @@ REFUSALS = [
     (prunes(TEXTS, method="sparsegpt", dampng=1), "method 'sparsegpt' has no option 'dampng'; its options: damping"),
     (prunes(TEXTS, method="sparsegpt", damping="0.1"), "damping='0.1': must be of type"),
     (prunes(TEXTS, num_samples="8"), "num_samples='8': must be of type"),
+    (tunes_dense(learning_rate=True), "learning_rate=True: must be of type"),
     (prunes(TEXTS, seed=-1), "seed -1: must be between 0 and"),
     (prunes(TEXTS, checkpoints=5), "checkpoints=5: not a path"),
     (tunes_dense(checkpoints=5), "checkpoints=5: not a path"),

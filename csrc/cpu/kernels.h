@@ -43,7 +43,7 @@ struct RowPanelsCall {
 
 constexpr int kDepth = 320;           // units of x that are multiplied by one group after the other: up to 40 KB
 constexpr int kUnpackedUnits = 8192;  // of each of the 12 output features of a group: 384 KB, for the L2 cache
-constexpr int kLargestBlock = 64;     // m of unpack_features: 32 blocks must fit into kUnpackedUnits
+constexpr int kLargestBlock = 64;     // that unpack_features supports: the largest m of NMPattern
 constexpr int kChunkUnits = 16;       // units of an output feature that are stored together, 64 bytes
 
 struct SparseGemmCall {

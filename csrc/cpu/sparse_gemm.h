@@ -106,7 +106,7 @@ PROXSPARSE_INLINE void unpack_feature(const SparseLinearCall& call, int64_t feat
   }
 }
 
-// Makes -0.0 to +0.0 in pairs of bfloat16. Two windows have the place of a column; the one without its weight may keep
+// Turns -0.0 into +0.0 in pairs of bfloat16. A column lies in up to two windows; the one without its weight may keep
 // a zero there, of a code with a negative scale.
 inline void clear_negative_zeros(uint32_t* pairs, int64_t count) {
   constexpr uint32_t kMagnitudes = 0x7fff7fff;
@@ -116,7 +116,7 @@ inline void clear_negative_zeros(uint32_t* pairs, int64_t count) {
 // Pairs of columns from those of their windows, as reference/windows.py: whole blocks, then the remainder. A column has
 // its weight in one window, and +0.0 in the other.
 inline void fold_windows(const uint32_t* windows, int64_t pairs, int m, uint32_t* to) {
-  const int last = m / 2 - 1;  // as many windows has a block
+  const int last = m / 2 - 1;  // windows of a block
   for (; pairs > last; pairs -= last + 1, windows += 2 * last, to += last + 1) {
     to[0] = windows[0];
     for (int i = 1; i < last; ++i) to[i] = windows[2 * i - 1] | windows[2 * i];

@@ -1,6 +1,7 @@
 """Reading texts from files, Hub data sets and named sources."""
 
 import gzip
+import itertools
 import json
 import os
 import re
@@ -9,8 +10,8 @@ import textwrap
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import groupby
 from pathlib import Path
+from typing import IO
 
 from proxsparse.errors import InputError
 from proxsparse.io.model_files import is_inside
@@ -24,7 +25,7 @@ DESCRIPTIONS = ("readme.md", "dataset_infos.json", "state.json", *SAVED)
 FIRST_DOCUMENTS = 10_000  # of a data set: all that is evaluated; for calibration shuffled before the first is used
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
 # Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
-UNPACKED_RATIO, UNPACKED_ALWAYS, UNLIMITED = 100, 64 << 20, 1 << 62
+UNPACKED_RATIO, UNPACKED_ALWAYS = 100, 64 << 20
 BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... in alphabetical order are the validation split
 
 
@@ -175,11 +176,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number, line with its newline) of a UTF-8 file, gzip or plain. An error names the line."""
     number, packed = 0, path.suffix.lower() == ".gz"
     try:
-        left = unpacked_limit(path) if packed else UNLIMITED
         with gzip.open(path) if packed else path.open("rb") as stream:
-            while line := stream.readline(left + 1):
+            for line in unpacked_lines(path, stream) if packed else stream:
                 number += 1
-                left = within_limit(path, left - len(line))
                 if b"\0" in line:
                     raise InputError(f"{path}, line {number}: has NUL characters, as UTF-16 has; convert it to UTF-8")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
@@ -187,6 +186,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}, after line {number}: cannot be read ({error}); repair or replace it") from error
+
+
+def unpacked_lines(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a compressed file. Raises InputError before a line makes it longer than `unpacked_limit`."""
+    left = unpacked_limit(path)
+    while line := stream.readline(left + 1):
+        left = within_limit(path, left - len(line))
+        yield line
 
 
 def unpacked_limit(path: Path) -> int:
@@ -197,7 +204,8 @@ def unpacked_limit(path: Path) -> int:
 def within_limit(path: Path, left: int) -> int:
     """`left`, the bytes that the file may still expand to. Raises InputError if it is negative."""
     if left < 0:
-        raise InputError(f"{path}: expands to over {UNPACKED_RATIO} times its size; decompress it if you trust it")
+        remedy = "if you trust it, convert it to JSON lines"
+        raise InputError(f"{path}: expands to over {UNPACKED_RATIO} times its size; {remedy}")
     return left
 
 
@@ -222,7 +230,7 @@ def read_json(path: Path) -> Rows:
 def read_prose(path: Path) -> Rows:
     """Documents of whole paragraphs; blank lines separate paragraphs."""
     lines = (line for _, line in read_lines(path))
-    paragraphs = ("".join(group) for blank, group in groupby(lines, str.isspace) if not blank)
+    paragraphs = ("".join(group) for blank, group in itertools.groupby(lines, str.isspace) if not blank)
     yield from ((str(path), document) for document in cut_documents(paragraphs))
 
 
@@ -248,20 +256,32 @@ def read_parquet(path: Path) -> Rows:
     """The rows of a Parquet file."""
     import pyarrow.parquet
 
-    left, number = unpacked_limit(path), 0
+    left, numbers = unpacked_limit(path), itertools.count(1)
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            left = within_limit(path, left - batch.nbytes)
-            for values in zip(*batch.columns, strict=True):
-                row = {name: value.as_py() for name, value in zip(batch.schema.names, values, strict=True)}
-                # a dictionary-encoded column stores a long text once, but as_py copies it for every row
-                left = within_limit(path, left - sum(len(text) for text in row.values() if isinstance(text, str)))
-                number += 1
-                yield f"{path}, row {number}", row
+            left = within_limit(path, left - sum(map(expanded_bytes, batch.columns)))
+            yield from ((f"{path}, row {next(numbers)}", row) for row in batch.to_pylist())
     except InputError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(f"{path}: not a readable Parquet file ({error}); repair or replace it") from error
+
+
+def expanded_bytes(column) -> int:
+    """Size of an Arrow array in Python, where every row has its own copy of its entry of a dictionary."""
+    from pyarrow import binary, compute, large_binary, large_string, string, types
+
+    kind = column.type
+    if types.is_dictionary(kind) and kind.value_type in (string(), large_string(), binary(), large_binary()):
+        lengths = compute.binary_length(column.dictionary).take(column.indices)
+        return compute.sum(lengths).as_py() or 0  # None if all are null
+    if types.is_dictionary(kind):  # of numbers
+        return 8 * len(column)
+    if types.is_map(kind):
+        return expanded_bytes(column.keys) + expanded_bytes(column.items)
+    if types.is_struct(kind):
+        return sum(map(expanded_bytes, column.flatten()))
+    return expanded_bytes(column.flatten()) if types.is_nested(kind) else column.nbytes
 
 
 FILE_READERS = {

@@ -113,8 +113,9 @@ def tokenize(
             try:
                 block, ids, ends = next(blocks, None), array("I"), array("q")
             except InputError as error:  # such as a network that is gone
-                stored = f"; a resumed run continues after the {store.counts['tokens']:,} tokens that are stored"
-                raise InputError(f"{error}{stored * bool(store.folder and store.counts['tokens'])}") from error
+                stored = store.counts["tokens"] if store.folder else 0
+                remedy = f"; if the text has not changed, a resumed run continues after {stored:,} tokens"
+                raise InputError(f"{error}{remedy if stored else ''}") from error
             for tokens in tokens_of(block or [], tokenizer, longest, min(TEXTS_PER_CALL, num_samples), packing):
                 ids.extend(tokens)
                 ends.append(store.counts["tokens"] + len(ids))

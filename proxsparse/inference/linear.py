@@ -92,8 +92,10 @@ class SparseLinear(nn.Module):
 
     def quantized(self, bits: int) -> "SparseLinear":
         """This layer, of 16 bits, with `bits`, see `quantize_nm`; it shares the tensors that stay the same."""
-        if bits == 16:
+        if bits == self.bits:
             return self
+        if self.scales is not None:
+            raise ValueError(f"bits={bits}: the layer has been rounded to {self.bits} bits; pack the unrounded weight")
         codes, scales = quantize_nm(self.values, bits)
         sizes = self.in_features, self.out_features
         layer = SparseLinear(*sizes, False, "meta", self.values.dtype, self.backend, bits, self.pattern)

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from proxsparse.models.layers import is_selected, stored_weight
 from proxsparse.models.unfold_linears import unfolded_layers
-from proxsparse.patterns import DENSE_SHARE, FLOAT_DTYPES, WINDOWED, NMPattern, block_counts, pattern_of_counts
+from proxsparse.patterns import (
+    DENSE_SHARE,
+    FLOAT_DTYPES,
+    WINDOWED,
+    NMPattern,
+    block_counts,
+    live_rows,
+    pattern_of_counts,
+)
 from proxsparse.reference.quantize import CODES, check_values
 from proxsparse.runtime.progress import phase
 
@@ -77,7 +85,7 @@ def windowed_pattern(weight: Tensor) -> NMPattern | None:
     """The first of 2:4, 4:6, 6:8 and 8:10 that a weight fits; None for a dense weight.
 
     Raises ValueError for a weight of another pattern, one with as many zeros as in 2:4 without a clear pattern, and one
-    in which at least half of the blocks, but not all, fit one of them.
+    in which at least half of the blocks, but not all, fit one of them; rows of zeros do not count.
     """
     kept = int(weight.count_nonzero()) / max(1, weight.numel())
     if kept > DENSE_SHARE:
@@ -92,8 +100,9 @@ def windowed_pattern(weight: Tensor) -> NMPattern | None:
     except ValueError as error:  # its remedy is not one for packing
         raise ValueError(f"{str(error).partition(';')[0]}; prune it again") from error
     if pattern is None:
-        for each in (each for each in WINDOWED if each.fits(weight.shape[-1])):
-            wrong, blocks = int((~each.feasible_blocks(weight)).sum()), each.count(weight.shape)
+        rows = live_rows(weight)
+        for each in (each for each in WINDOWED if each.fits(rows.shape[-1])):
+            wrong, blocks = int((~each.feasible_blocks(rows)).sum()), each.count(rows.shape)
             if 0 < 2 * wrong <= blocks:
                 raise ValueError(f"{wrong} of {blocks} blocks are not {each}; prune it again")
     if pattern is None or pattern.density > WINDOWED[-1].density:

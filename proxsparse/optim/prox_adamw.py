@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -280,7 +281,7 @@ class ProxAdamW(Optimizer):
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")
         group |= EXECUTION
-        if not isinstance(group["seed"], int):
+        if not isinstance(group["seed"], Integral) or isinstance(group["seed"], bool):
             raise ValueError(f"seed={group['seed']!r} must be an integer")
         for parameter in group["params"]:
             self._check_rounding(parameter)

@@ -250,9 +250,11 @@ def packed_with(**entries):
     return files | {"config.json": json.dumps(json.loads(files["config.json"]) | entries)}
 
 
-def parquet_bomb():
-    """A file of some KB that unpacks to 200 MB: 200 rows that name the same entry of a dictionary."""
+def parquet_bomb(in_lists):
+    """A file of some KB that unpacks to 200 MB: 200 rows that name the same entry of a dictionary, or one of a list."""
     column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200, "int32"), pyarrow.array(["x" * (1 << 20)]))
+    if in_lists:
+        column = pyarrow.ListArray.from_arrays(pyarrow.array(range(201), "int32"), column)
     file = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), file, compression="zstd")
     return file.getvalue()
@@ -277,7 +279,8 @@ NASTY = {  # name -> files, command
     "rows nested deep": ({"a.jsonl": DEEP}, "data"),
     "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
     "half an archive": ({"a.jsonl.gz": gzip.compress(os.urandom(999))[:500]}, "data"),
-    "one text in 200 rows": ({"a.parquet": parquet_bomb()}, "data"),
+    "one text in 200 rows": ({"a.parquet": parquet_bomb(in_lists=False)}, "data"),
+    "one text in 200 lists": ({"a.parquet": parquet_bomb(in_lists=True)}, "data"),
     "half a Parquet file": ({"a.parquet": b"PAR1" + bytes(64) + b"PAR1"}, "data"),
     "a config nested deep": (valid_packed()[0] | {"config.json": DEEP}, "unpack"),
     "a billion layers": (packed_with(num_hidden_layers=10**9), "unpack"),

@@ -101,6 +101,13 @@ def test_patterns_that_are_packed_as_a_larger_one_or_refused():
         sparsify_(two_layers(pruned=pruned_linear(64, 96, pattern="8:16")))
 
 
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_dense_layer_with_rows_of_zeros_stays_dense(share):
+    model = two_layers(pruned=pruned_linear(64, 40), dense=nn.Linear(64, 40))
+    model.dense.weight.data[: round(share * 40)] = 0
+    assert "dense" not in packed_names(sparsify_(model))
+
+
 def test_a_layer_of_another_pattern_with_rows_of_zeros():
     model = two_layers(dead=pruned_linear(64, 40, pattern="6:8"))
     model.dead.weight.data[2:] = 0

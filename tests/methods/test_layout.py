@@ -61,9 +61,8 @@ def test_the_model_computes_the_same_and_has_the_same_state(family):
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in untouched.parameters())
-    torch.testing.assert_close(
-        logits(model), expected, **rounding
-    )  # also after the weights have been joined for the state_dict
+    # also after the weights have been joined for the state_dict
+    torch.testing.assert_close(logits(model), expected, **rounding)
 
 
 @pytest.mark.parametrize("declared", [None, False, True])

@@ -302,6 +302,7 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
         ([parameter()], {"frozen_lambda": -2}, r"frozen_lambda=-2"),
         ([parameter()], {"frozen_eps": 0}, r"frozen_eps=0 must be"),
         ([parameter()], {"seed": 1.5}, r"seed=1.5 must be an integer"),
+        ([parameter()], {"seed": True}, r"seed=True must be an integer"),
         ([parameter()], {"stochastic_rounding": True}, r"is for bfloat16 weights, and there are none"),
         ([parameter()], {"moment_dtype": torch.float16}, r"moment_dtype=torch.float16 must be torch.bfloat16, or None"),
         ([parameter()], {"stochastic_rounding": True, "master_weights": True}, r"choose one of the two"),
