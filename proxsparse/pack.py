@@ -175,6 +175,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise InputError(f"{', '.join(lost)}: only for --calibrate; add --calibrate, or leave out {', '.join(lost)}")
     if options.num_samples is not None:
         require("num_samples", options.num_samples, options.num_samples >= 1, "at least 1")
+    if options.seq_len is not None:
+        require("seq_len", options.seq_len, options.seq_len >= 2, "at least 2")
     return options
 
 

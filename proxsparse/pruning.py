@@ -24,7 +24,7 @@ from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import check_option_names
-from proxsparse.models.checks import refuse_not_finite, require_changeable, uncompiled
+from proxsparse.models.checks import refuse_not_finite, refuse_wrapped, require_changeable, uncompiled
 from proxsparse.models.layers import (
     UNSPARSIFY,
     body_linears,
@@ -174,7 +174,8 @@ def finetune_(
         teacher: the dense model with weights of its own, evaluated in every step; None: only the text is learned.
         data, tokenizer: as in `prune_`.
         pattern: N:M of the pruned layers; None: that of each layer is found from its zeros, in blocks of 4, 6, 8, 10 or
-            16. Layers without a pattern stay as they are.
+            16. The weights of layers without a pattern stay as they are. All norms, biases and other vectors of the
+            model, such as A_log of Mamba, are trained.
         include, exclude, num_samples, text_field, seed, checkpoints: as in `prune_`.
         seq_len: number of tokens in a sample; default: 1024, with packing=False 512, or the context length of the model
             if shorter.
@@ -333,6 +334,7 @@ def check_model(model: nn.Module) -> None:
 
 def check_language_model(model: nn.Module, what: str = "model") -> None:
     """Raises InputError, which begins with `what`, unless it is a causal language model whose outputs have names."""
+    refuse_wrapped(model, what)
     config = getattr(model, "config", None)
     if config is None or getattr(model, "get_output_embeddings", lambda: None)() is None:
         reason = f"{type(model).__name__} is not a causal language model of transformers"

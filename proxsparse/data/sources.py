@@ -26,6 +26,7 @@ FIRST_DOCUMENTS = 10_000  # of a data set: all that is evaluated; for calibratio
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
 # Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
 UNPACKED_RATIO, UNPACKED_ALWAYS = 100, 64 << 20
+GZIP = b"\x1f\x8b"  # the first bytes of a file
 BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... in alphabetical order are the validation split
 
 
@@ -125,7 +126,7 @@ def text_of(row: object, where: str, text_field: str) -> str:
             fields = textwrap.shorten(", ".join(map(str, row)), 300) or "none"
             remedy = f"set --text_field to one of: {fields}; if another text needs {text_field!r}, rename the field"
             raise InputError(f"{where}: no field {text_field!r}; {remedy}")
-        row = row[text_field]
+        row, where = row[text_field], f"{where}, field {text_field!r}"
     if not isinstance(row, str):
         raise InputError(f"{where}: {reprlib.repr(row)} is not text; a row is a string or an object with a text field")
     if re.search("[\ud800-\udfff]", row):  # JSON can encode it, tokenizers reject it
@@ -179,6 +180,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         with gzip.open(path) if packed else path.open("rb") as stream:
             for line in unpacked_lines(path, stream) if packed else stream:
                 number += 1
+                if number == 1 and line.startswith(GZIP) and not packed:
+                    raise InputError(f"{path}: is compressed with gzip; rename it to {path.name}.gz")
                 if b"\0" in line:
                     raise InputError(f"{path}, line {number}: has NUL characters, as UTF-16 has; convert it to UTF-8")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")

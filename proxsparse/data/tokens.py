@@ -104,7 +104,8 @@ def tokenize(
     if store.folder:
         store.folder.mkdir(parents=True, exist_ok=True)
         left = num_samples * seq_len - store.counts["tokens"]
-        require_space(store.folder, left * array("I").itemsize, "the calibration tokens need")
+        what = f"the calibration text (--num_samples {num_samples} times {seq_len} tokens; lower it) needs"
+        require_space(store.folder, left * array("I").itemsize, what)
     longest = num_samples * seq_len + 1 if packing else seq_len
     blocks = islice(blocks, store.counts["blocks"], None)
     done = min(store.samples(seq_len, packing), num_samples)

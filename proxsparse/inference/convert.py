@@ -14,7 +14,7 @@ from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
 from proxsparse.inference.packable import first_fitting, names_of_modules, packable_layers
 from proxsparse.inference.packed_checkpoint import PARTS, QUANT_METHOD, Form, check_tensors, description, forms
 from proxsparse.io.model_files import Header, read_tensor
-from proxsparse.models.checks import require_module, uncompiled
+from proxsparse.models.checks import refuse_adapters, refuse_wrapped, require_module, uncompiled
 from proxsparse.models.layers import is_selected, quant_method
 from proxsparse.models.matching import Match, keep_from_merging_, model_names
 from proxsparse.models.unfold_linears import linear
@@ -51,16 +51,18 @@ def sparsify_(
             `include` must have one of the patterns.
         bits: 16 keeps the values; 8 or 4 rounds them to codes, see `reference.quantize`.
     Raises:
-        ValueError: no layer has a pattern; at least half of the blocks of a layer, but not all, have one; a layer has
-            another pattern; a layer matches `include` and has no pattern, is a subclass of nn.Linear, or has hooks,
-            which packing would lose; a weight has no code, see `quantize_nm`; the bits are unknown. The message names
-            the layer.
+        ValueError: the model is wrapped or has adapters; no layer has a pattern; at least half of the blocks of a
+            layer, but not all, have one; a layer has another pattern; a layer matches `include` and has no pattern, is
+            a subclass of nn.Linear, or has hooks, which packing would lose; a weight has no code, see `quantize_nm`;
+            the bits are unknown. The message names the layer.
     """
     check_bits(bits)
     require_module(model)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
     plain = uncompiled(model)
+    refuse_wrapped(plain)
+    refuse_adapters(plain)
     chosen = packable_layers(plain, lambda name: plain.get_submodule(name).weight, include, exclude, bits)
     for names, pattern in chosen:
         packed = SparseLinear.from_linear(plain.get_submodule(names[0]), backend, bits, pattern)

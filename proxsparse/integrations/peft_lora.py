@@ -93,8 +93,9 @@ def lora_sparse_linear() -> type[nn.Module]:
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
             """Raises ValueError: the sum of a pruned weight and a dense update is dense."""
             raise ValueError(
-                "an adapter cannot be merged into a packed weight; use the adapter unmerged, or make the model "
-                "dense first (proxsparse.inference.convert.unsparsify_), or train its kept weights (hold_masks_)"
+                "an adapter cannot be merged into a packed weight; use the adapter unmerged, or make the model dense "
+                "(proxsparse.inference.convert.unsparsify_) and load the adapter again, or train the kept weights "
+                "(hold_masks_)"
             )
 
     return LoraSparseLinear

@@ -52,7 +52,7 @@ def read_yaml(path: Path, what: str) -> dict:
     if len(text) > MOST_BYTES:
         raise InputError(f"{what} {path}: longer than {MOST_BYTES:,} bytes; give a YAML file of flags")
     try:
-        settings = yaml.load(text, PlainLoader) or {}
+        settings = {} if (found := yaml.load(text, PlainLoader)) is None else found
     except Exception as error:  # YAMLError, RecursionError, or that of the value of a tag such as !!int
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{what} {path}: not valid YAML ({reason}); fix the file") from error

@@ -116,6 +116,7 @@ def trained_parameters(model: nn.Module, layers: dict[str, nn.Linear]) -> dict[s
     """Parameter name -> the weights of the layers, norms and biases; also sets requires_grad of all parameters."""
     chosen = {id(layer.weight) for layer in layers.values()}
     inside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    inside |= {id(weight) for weight in model.get_output_embeddings().parameters()}  # its bias too
     for weight in model.parameters():
         weight.requires_grad_(id(weight) in chosen or (weight.ndim == 1 and id(weight) not in inside))
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}

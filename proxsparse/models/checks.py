@@ -88,13 +88,23 @@ def uncompiled(model: nn.Module, what: str = "model") -> nn.Module:
     return model
 
 
+def refuse_wrapped(model: object, what: str = "model") -> None:
+    """Raises InputError for a wrapper, in which the names of the layers are others."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(f"{what}: {type(model).__name__} wraps the model; give {what}.module")
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raises InputError for a model in which adapters of peft wrap layers."""
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        raise InputError("model: has adapters of peft; give model.merge_and_unload()")
+
+
 def require_changeable(model: nn.Module) -> None:
     """Raises InputError unless all weights are in memory, under the model's own names, and may be changed."""
     require_module(model)
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise InputError(f"model: {type(model).__name__} wraps the model; give model.module")
-    if any(hasattr(module, "base_layer") for module in model.modules()):
-        raise InputError("model: has adapters of peft; give model.merge_and_unload()")
+    refuse_wrapped(model)
+    refuse_adapters(model)
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("model: has weights that are offloaded (on the meta device); load it on one device")
     if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):

@@ -152,6 +152,8 @@ def prunable_layers(
             if not any(re.search(word, name) and not re.search(word, holder) for word in include or []):
                 layers.pop(name, None)
     refuse_fused_weights(model, include, exclude)
+    if not candidates:
+        raise InputError("no layer to prune: the decoder blocks have no nn.Linear, or the model has no decoder block")
     if not layers:
         found = f"{len(candidates)} nn.Linear layers in the decoder blocks"
         raise InputError(

@@ -15,7 +15,7 @@ from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
 from proxsparse.io.output_folder import MASKS
 from proxsparse.methods import get_method
-from proxsparse.methods.finetune import train_kept_weights
+from proxsparse.methods.finetune import split, train_kept_weights
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import prunable_layers, refuse_packed, routers
@@ -24,7 +24,7 @@ from proxsparse.patterns import NMPattern
 from proxsparse.run import folder as run_folder
 from proxsparse.run import memory
 from proxsparse.run import result as results
-from proxsparse.run.args import RunArgs
+from proxsparse.run.args import DataArgs, RunArgs
 from proxsparse.run.folder import Run
 from proxsparse.run.given import given_masks
 from proxsparse.run.sections import counted
@@ -34,6 +34,8 @@ from proxsparse.runtime.device import autocast, choose_device
 from proxsparse.runtime.distributed import local_world_size, on_rank_zero, world_size
 from proxsparse.runtime.progress import write_line
 from proxsparse.training.held_layer import recorded_rows, require_held
+from proxsparse.training.loop import step_count
+from proxsparse.training.options import FinetuneOptions
 
 
 def prune(args: RunArgs) -> int:
@@ -200,6 +202,10 @@ def calibrate(run: Run, needs_data: bool) -> tuple[TokenBatches | list, int | No
         folder = run.folder.path / CHECKPOINTS / TOKENS
         flags = {"window": data.window, "batch_size": size, "seed": seed, "folder": folder} | vars(data)
         batches, seq_len = read_batches(flags.pop("data"), run.model, run.tokenizer, **flags)
+        if isinstance(training, FinetuneOptions):  # so that `prune --finetune` does not fail after the pruning
+            step_count(len(split(batches, training)[0]), training)
+    elif data != DataArgs():
+        write_line(f"--method {run.args.method} uses no text: --data {data.data} and its flags are ignored")
     if run.args.evaluate.eval_data != "none":
         measured = run.model, run.tokenizer, run.compute_dtype
         run.evaluate = results.perplexity_of(run.args.evaluate, data.text_field, *measured)

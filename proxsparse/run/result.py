@@ -126,6 +126,8 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, args: R
             f"the calibration text has only {samples} of --num_samples {args.data.num_samples} samples: give more "
             f"documents, or use {'' if args.data.packing else '--packing with '}a shorter --seq_len"
         )
+    if names := ", ".join(name for name, score in named_scores(table).items() if math.isnan(score)):
+        found.append(f"the perplexity is NaN ({names}): use --precision fp32, or check the model for damaged weights")
     before = table.get("pruned" if args.command == "finetune" else args.method)
     if "finetune" in table and not table["finetune"] < before:
         found.append(

@@ -161,11 +161,12 @@ class LearningOptions(LoopOptions):
             self.reg_lambda_rel = defaults["reg_lambda_rel"]
         if self.reg_lambda is not None and self.reg_lambda_rel is not None:
             raise InputError("--reg_lambda and --reg_lambda_rel are mutually exclusive; give one of them")
-        if self.masked and (self.reg_lambda or 0) > 0.1:
-            raise InputError(
-                f"--reg_lambda {self.reg_lambda}: too large for scaled weights, which have mean 1; use about 0.002, or "
-                "--objective paper for the values of the paper"
-            )
+        for name in ("reg_lambda", "reg_lambda_rel"):
+            if self.masked and (value := getattr(self, name) or 0) > 0.1:
+                raise InputError(
+                    f"--{name} {value}: too large for scaled weights, which have mean 1; use about 0.002, or "
+                    "--objective paper for the values of the paper"
+                )
         frozen = "with --objective masked the weights are frozen already"
         needs = {"frozen_lambda": ("paper", frozen)}
         needs |= dict.fromkeys(("distill", "match_hidden"), ("masked", "it compares the model with and without masks"))

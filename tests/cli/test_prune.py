@@ -48,9 +48,10 @@ def test_whole_job(name, prune, tiny_llama, tmp_path, capsys):
     assert f"; {label}: {number(result['perplexity'][name])}" in card
     assert method.paper in card
     assert ("Calibration data: none needed." in card) != method.needs_data
-    printed = capsys.readouterr().out
+    printed, notes = capsys.readouterr()
     assert f"  {label:<20}{result['perplexity'][name]:>10.2f}" in printed
     assert str(run_dir) in printed
+    assert bool(re.search(r"uses no text: --data .*text.jsonl and its flags are ignored", notes)) != method.needs_data
 
 
 def test_a_run_is_repeated_from_its_config(prune, tmp_path, capsys):

@@ -72,6 +72,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --reg_lambda -1", "--reg_lambda -1"),
     ("train --reg_lambda 0.1 --reg_lambda_rel 0.1", "mutually exclusive"),
     ("train --reg_lambda 25", "--reg_lambda 25 .. --objective paper"),
+    ("train --reg_lambda_rel 25", "--reg_lambda_rel 25 .. --objective paper"),
     ("train --frozen_lambda 0.1", "--frozen_lambda 0.1: needs --objective paper .. frozen already"),
     (
         "train --match_hidden 16 --objective paper",
@@ -163,6 +164,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("pack pruned --calibrate builtin", "--calibrate .. --bits 8 or --bits 4"),
     ("pack pruned --bits 4 --calibrate /absent.txt", "/absent.txt"),
     ("pack pruned --bits 4 --calibrate builtin --num_samples 0", "--num_samples 0: must be"),
+    ("pack pruned --bits 4 --calibrate builtin --seq_len -1", "--seq_len -1: must be at least 2"),
     ("pack pruned --num_samples 7 --text_field a", "--num_samples, --text_field: only for --calibrate; add"),
     ("pack pruned --include (", "regular expression"),
     (
@@ -218,6 +220,12 @@ BEFORE_THE_WORK = [
     (
         "train --num_samples 100 --gradient_accumulation_steps 50",  # the file has 40 documents
         "--gradient_accumulation_steps 50 .. needs 50 batches, there are 40 to train on .. more samples (more text",
+    ),
+    # before the pruning
+    ("prune --method admm --finetune --num_samples 8 --held_out 8", "--held_out 8: the calibration text has only 8"),
+    (
+        "prune --method admm --finetune --num_samples 100 --gradient_accumulation_steps 50",
+        "--gradient_accumulation_steps 50 .. needs 50 batches, there are 40 to train on",
     ),
     ("train --pattern 2:5", "q_proj .. [32, 32] .. multiple of 5 .. --exclude"),
     ("train --seq_len 1000", "context length of 128 .. lower --seq_len"),

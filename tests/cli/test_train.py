@@ -1,5 +1,6 @@
 """The whole job on tiny random models: exactly N:M, pretrained bits where kept, nothing else touched."""
 
+import math
 import os
 import re
 import sys
@@ -57,6 +58,14 @@ def test_whole_job_on_a_gpu(train, tiny_llama, tmp_path):
 
 def test_strong_lambda_decides_every_block(train):
     assert train("run", "--reg_lambda_rel", "1.5", "--objective", "paper")["feasible_share"] > 0.99
+
+
+def test_perplexities_of_nan_are_reported(train, monkeypatch):
+    monkeypatch.setattr("proxsparse.run.result.perplexity", lambda *arguments: Perplexity(math.nan, 2, 64))
+    assert any(
+        text.startswith("the perplexity is NaN (dense model, ProxSparse mask, magnitude mask): use --precision fp32")
+        for text in train("run")["warnings"]
+    )
 
 
 def test_a_mask_worse_than_that_of_magnitude_is_reported(train, tmp_path, capsys, monkeypatch):
