@@ -283,6 +283,7 @@ class ProxAdamW(Optimizer):
         group |= EXECUTION
         if not isinstance(group["seed"], Integral) or isinstance(group["seed"], bool):
             raise ValueError(f"seed={group['seed']!r} must be an integer")
+        group["seed"] = int(group["seed"])  # torch.load refuses numbers of NumPy in a state_dict
         for parameter in group["params"]:
             self._check_rounding(parameter)
         if group["prox_scale"] is not None:

@@ -4,6 +4,7 @@ import copy
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -331,6 +332,11 @@ def test_bad_settings_are_refused(parameters, arguments, message):
 @pytest.mark.parametrize("option", ["stochastic_rounding", "master_weights"])
 def test_float32_parameters_beside_bfloat16_accept_both_roundings(option):
     ProxAdamW([parameter(BF16), nn.Parameter(torch.ones(4))], reg_lambda=0.1, moment_dtype=BF16, **{option: True})
+
+
+def test_a_seed_of_numpy_is_saved_as_a_number_of_python():
+    (group,) = ProxAdamW([parameter()], reg_lambda=0.1, seed=np.int64(3)).state_dict()["param_groups"]
+    assert type(group["seed"]) is int
 
 
 def test_a_model_in_place_of_its_parameters_is_refused():
