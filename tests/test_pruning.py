@@ -301,6 +301,15 @@ def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
     assert not any("self_attn" in name or "embed" in name for name in changed)
 
 
+def test_fine_tuning_leaves_the_bias_of_the_output_layer(tokenizer):
+    model = tiny_model("llama")
+    model.lm_head = torch.nn.Linear(32, 260)
+    proxsparse.prune_(model, "magnitude")
+    before = model.lm_head.bias.clone()
+    proxsparse.finetune_(model, None, TEXTS, tokenizer, **FEW)
+    assert torch.equal(model.lm_head.bias, before)
+
+
 @pytest.mark.parametrize("pattern", ["1:4", "2:8", "4:8", "8:16", "4:6"])
 def test_fine_tuning_finds_any_pattern(pattern, tokenizer):
     model = tiny_model("llama", hidden_size=96, intermediate_size=192)

@@ -88,6 +88,10 @@ def test_repr_and_wrong_layers():
         (lambda: SparseLinear(8, 8, bits=3), r"bits=3: .* 16, 8 or 4"),
         (lambda: SparseLinear(8, 8, backend="fastest"), "'fastest'"),
         (lambda: SparseLinear.from_linear(nn.Linear(8, 8)), "blocks have more than 2"),
+        (
+            lambda: SparseLinear.from_linear(pruned_linear(64, 8), bits=8).quantized(4),
+            "bits=4: the layer has been rounded to 8 bits",
+        ),
         (lambda: SparseLinear.from_linear(spoiled, bits=8), "values contain NaN, infinity or a magnitude above"),
         (lambda: SparseLinear.from_linear(spoiled, bits=4), "values contain NaN, infinity or a magnitude above"),
     ):
