@@ -84,7 +84,7 @@ def test_size_of_a_parquet_file(tmp_path, monkeypatch, column, limit, accepted):
     if accepted:
         assert len(list(sources.read_parquet(file))) == 2500
     else:
-        with pytest.raises(InputError, match=r"expands to over 1 times its size; .* convert it to JSON lines"):
+        with pytest.raises(InputError, match=r"expands to over 1 times its size; .* or convert Parquet to JSON lines"):
             list(sources.read_parquet(file))
 
 

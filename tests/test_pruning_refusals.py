@@ -169,13 +169,13 @@ REFUSALS = [
         "model: has modules that are compiled; call this function first",
     ),
     (lambda m, t: proxsparse.sparsify_(m.model.norm.compile() or m), "model: has modules that are compiled"),
-    # masks
-    (masks({"a": HALF}, lambda m: "gpt2"), "model='gpt2': not a model; load it with AutoModelForCausalLM"),
     (prunes(TEXTS, model=torch.nn.DataParallel), "model: DataParallel wraps the model; give model.module"),
     (measures(TEXTS, torch.nn.DataParallel), "model: DataParallel wraps the model; give model.module"),
     (tunes(torch.nn.DataParallel), "teacher: DataParallel wraps the model; give teacher.module"),
     (lambda m, t: proxsparse.sparsify_(torch.nn.DataParallel(m)), "model: DataParallel wraps the model"),
-    (lambda m, t: proxsparse.sparsify_(with_adapter(m)), "give model.merge_and_unload"),
+    (lambda m, t: proxsparse.sparsify_(with_adapter(m)), "model: has adapters of peft; pack the model before they"),
+    # masks
+    (masks({"a": HALF}, lambda m: "gpt2"), "model='gpt2': not a model; load it with AutoModelForCausalLM"),
     (masks({"a": HALF}, torch.nn.DataParallel), "model: DataParallel wraps the model; give model.module"),
     (masks({"a": HALF}, with_adapter), "give model.merge_and_unload"),
     (masks({"a": HALF}, offloaded), "model: has weights that are offloaded"),

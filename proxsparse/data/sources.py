@@ -207,7 +207,7 @@ def unpacked_limit(path: Path) -> int:
 def within_limit(path: Path, left: int) -> int:
     """`left`, the bytes that the file may still expand to. Raises InputError if it is negative."""
     if left < 0:
-        remedy = "if you trust it, convert it to JSON lines"
+        remedy = "if you trust it, decompress it, or convert Parquet to JSON lines"
         raise InputError(f"{path}: expands to over {UNPACKED_RATIO} times its size; {remedy}")
     return left
 
@@ -272,14 +272,12 @@ def read_parquet(path: Path) -> Rows:
 
 def expanded_bytes(column) -> int:
     """Size of an Arrow array in Python, where every row has its own copy of its entry of a dictionary."""
-    from pyarrow import binary, compute, large_binary, large_string, string, types
+    from pyarrow import compute, types
 
     kind = column.type
-    if types.is_dictionary(kind) and kind.value_type in (string(), large_string(), binary(), large_binary()):
+    if types.is_dictionary(kind):  # of texts or bytes; pyarrow reads all others from Parquet as plain columns
         lengths = compute.binary_length(column.dictionary).take(column.indices)
         return compute.sum(lengths).as_py() or 0  # None if all are null
-    if types.is_dictionary(kind):  # of numbers
-        return 8 * len(column)
     if types.is_map(kind):
         return expanded_bytes(column.keys) + expanded_bytes(column.items)
     if types.is_struct(kind):

@@ -62,7 +62,7 @@ def sparsify_(
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
     plain = uncompiled(model)
     refuse_wrapped(plain)
-    refuse_adapters(plain)
+    refuse_adapters(plain, "pack the model before they are added")  # a merged weight is dense
     chosen = packable_layers(plain, lambda name: plain.get_submodule(name).weight, include, exclude, bits)
     for names, pattern in chosen:
         packed = SparseLinear.from_linear(plain.get_submodule(names[0]), backend, bits, pattern)

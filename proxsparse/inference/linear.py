@@ -91,7 +91,10 @@ class SparseLinear(nn.Module):
         return layer.train(linear.training).quantized(bits)
 
     def quantized(self, bits: int) -> "SparseLinear":
-        """This layer, of 16 bits, with `bits`, see `quantize_nm`; it shares the tensors that stay the same."""
+        """This layer, of 16 bits, with `bits`, see `quantize_nm`; it shares the tensors that stay the same.
+
+        Raises ValueError if it has been rounded to other bits.
+        """
         if bits == self.bits:
             return self
         if self.scales is not None:

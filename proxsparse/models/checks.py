@@ -94,10 +94,10 @@ def refuse_wrapped(model: object, what: str = "model") -> None:
         raise InputError(f"{what}: {type(model).__name__} wraps the model; give {what}.module")
 
 
-def refuse_adapters(model: nn.Module) -> None:
+def refuse_adapters(model: nn.Module, remedy: str = "give model.merge_and_unload()") -> None:
     """Raises InputError for a model in which adapters of peft wrap layers."""
     if any(hasattr(module, "base_layer") for module in model.modules()):
-        raise InputError("model: has adapters of peft; give model.merge_and_unload()")
+        raise InputError(f"model: has adapters of peft; {remedy}")
 
 
 def require_changeable(model: nn.Module) -> None:

@@ -37,6 +37,8 @@ from proxsparse.training.held_layer import recorded_rows, require_held
 from proxsparse.training.loop import step_count
 from proxsparse.training.options import FinetuneOptions
 
+TEXT_FLAGS = ("data", "num_samples", "seq_len", "packing")  # only of the calibration text
+
 
 def prune(args: RunArgs) -> int:
     """Executes `proxsparse prune` or `train`. Returns the exit code."""
@@ -204,8 +206,8 @@ def calibrate(run: Run, needs_data: bool) -> tuple[TokenBatches | list, int | No
         batches, seq_len = read_batches(flags.pop("data"), run.model, run.tokenizer, **flags)
         if isinstance(training, FinetuneOptions):  # so that `prune --finetune` does not fail after the pruning
             step_count(len(split(batches, training)[0]), training)
-    elif data != DataArgs():
-        write_line(f"--method {run.args.method} uses no text: --data {data.data} and its flags are ignored")
+    elif ignored := [f"--{name}" for name in TEXT_FLAGS if getattr(data, name) != getattr(DataArgs, name)]:
+        write_line(f"--method {run.args.method} uses no text and ignores {', '.join(ignored)}")
     if run.args.evaluate.eval_data != "none":
         measured = run.model, run.tokenizer, run.compute_dtype
         run.evaluate = results.perplexity_of(run.args.evaluate, data.text_field, *measured)

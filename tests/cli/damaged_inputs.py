@@ -101,7 +101,7 @@ PRUNED = {  # damaged copies of the pruned model
 }
 SETTINGS = {"c": "lerning_rate: 1", "masked": "objective: masked", "rate": "learning_rate: 0.1", "obs": "method: obs"}
 SETTINGS |= {"no": "eval_data: no", "noes": "exclude: [no]", "list": "allocation: [x]", "mapping": "include: {a: b}"}
-SETTINGS |= {"numbers": "seq_len: [16, 32]", "empty": ""}
+SETTINGS |= {"numbers": "seq_len: [16, 32]", "empty": "", "false": "false"}
 
 
 def make_places(folder):

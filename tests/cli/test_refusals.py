@@ -137,6 +137,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --config mapping.yaml", "mapping.yaml: --include: {'a': 'b'} is not text"),
     ("train --config numbers.yaml", "numbers.yaml: --seq_len: YAML reads this value as [16, 32]; put it in quotes"),
     ("train --config no.yaml", "no.yaml: --eval_data: YAML reads this value as False; put it in quotes"),
+    ("train --config false.yaml", "false.yaml: must be a mapping of flags to values"),
     ("train --config noes.yaml", "noes.yaml: --exclude: False is not text"),
     # texts
     ("train --eval_data absent.txt", "absent.txt"),
